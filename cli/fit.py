@@ -20,6 +20,8 @@ def run(options: argparse.Namespace) -> int:
 
     An interrupt prints the best of the points that were checked, and writes nothing.
     """
+    if options.write == "-":
+        raise UsageError("--write takes the name of a file, not -: standard output has the result of the fit")
     with progress(options, f"fitting {visible(options.spec)}") as advance:
         found = fit(
             designs([options.spec], options)[0], pairs(options.solve), options.to, set=overrides(options),

@@ -35,6 +35,7 @@ class Memory:
     __slots__ = ("bytes", "kind", "step", "tape", "uses")
 
     def __init__(self, tape: Tape, size: int, kind: str) -> None:
+        size = 0 if tape.stopped else size
         self.tape, self.bytes, self.kind, self.step, self.uses = tape, size, kind, tape.step, 0
         tape.note(self, size)
 
@@ -148,6 +149,8 @@ class Tape:
         self.events: list[Event] = []
         self._nodes: list[weakref.ref[Node]] = []
         self._inside = 0  # of layers that are recomputed
+        self._saves, self._last = 0, 0  # what the present layer has kept, and will before torch stops
+        self.stopped = False  # so that nothing needs memory
         self.live = 0
         self.step, self.phase = "", "forward"
         self.out: Shape = ()  # the shape of the present step's output
@@ -212,6 +215,7 @@ class Tape:
         kept = [value.again() if isinstance(value, Value) else self.new((value,), 1) for value in keeps]
         for value in kept:
             self.note(value.memory, 0)
+        self._save(bool(kept))
         node = Node(given, len(outputs), kept, self._gradients(given, outputs[0], backward, turned), self.step)
         self._nodes.append(weakref.ref(node))
         for at, value in enumerate(outputs):
@@ -469,31 +473,45 @@ class Tape:
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
-        self._convert(x.numbers, weight.numbers, x.numbers // x.features * weight.shape[0], x)
         width, out, tokens = x.features, weight.shape[0], x.numbers // x.features
+        made = self._convert(x.item, tokens, width, out)
         extra = missing(tokens) if x.item == 4 and tokens * out * width >= ONEDNN_MIN_MACS else 0
         padded = self.new((tokens + extra if extra else 0, width), x.item)
         y = self._padded((*x.shape[:-1], out), x.item, extra)
         del padded
+        is_half = x.item == 2 and not self.converts
+        self.passing(max(made, _blocks_of_product(width, tokens, out, False) * is_half))
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
 
         def backward(grads: list[Value | None]) -> list[Value | None]:
-            (grad,) = grads
+            (grad,), found = grads, list[Value | None]([None] * len(sizes))
             assert grad
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
-            found = [None if size is None else self._padded(*size, extra * (at == 0)) for at, size in enumerate(sizes)]
-            if found[0]:
-                found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
-            if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
-                self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
-            turned = grad.numbers * (grad.numbers * width >= ONEDNN_MIN_MACS)  # oneDNN copies the first operand
-            if self._convert(grad.numbers, tokens * width, grad.features * width + turned, grad):
-                pass
-            elif grad.item == 2 and sizes[1] is not None:
-                self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
+            # Without a bias, autograd computes the gradient of the weight first.
+            for at in (0, 1, 2) if bias_given or not is_half else (1, 0):
+                size = sizes[at]
+                if size is not None:
+                    found[at] = (of_x, of_weight, self.new)[at](*size)
             return found if bias_given else found[:2]
+
+        def of_x(shape: Shape, item: int) -> Value:
+            made = self._convert(item, tokens, out, width)
+            value = self._padded(shape, item, extra)
+            value.is_view = len(shape) > 2  # torch multiplies matrices
+            self.passing(max(made, _blocks_of_product(out, tokens, width, False) * is_half))
+            return value
+
+        def of_weight(shape: Shape, item: int) -> Value:
+            turned = 4 * out * (tokens + extra)  # the gradient, which oneDNN copies
+            is_by_onednn = tokens * out * width >= ONEDNN_MIN_MACS
+            made = self._convert(item, out, tokens, width, turned * is_by_onednn)
+            value = self.new(shape, item)
+            if item == 4 and is_by_onednn:
+                self.passing(turned + 4 * (tokens + extra) * width * (extra > 0))
+            self.passing(max(made, _blocks_of_product(tokens, out, width) * is_half))
+            return value
 
         bias_given = bias is not None
         self.function([x, weight, bias], [y], keeps, backward)
@@ -503,12 +521,15 @@ class Tape:
         """Allocate a product of this shape without these extra tokens, which are computed too."""
         return Value(Memory(self, (math.prod(shape) + extra * shape[-1]) * item, "work"), shape, item)
 
-    def _convert(self, left: int, right: int, made: int, x: Value) -> bool:
-        """Convert both operands of a product, and the result from float32, where x has 16 bits. Returns whether so."""
-        is_converted = self.converts and x.item == 2 and x.numbers >= MIN_CONVERTED * x.features
-        if is_converted:
-            self.passing(4 * (left + min(right, CONVERTED_ELEMENTS) + made))
-        return is_converted
+    def _convert(self, item: int, rows: int, width: int, out: int, more: int = 0) -> int:
+        """Convert matrices [rows, width] and [width, out] of 16 bits. Returns the bytes of their product in float32.
+
+        more: bytes that are needed besides.
+        """
+        if not self.converts or item != 2 or rows < MIN_CONVERTED:
+            return 0
+        self.passing(4 * (rows * width + min(width * out, CONVERTED_ELEMENTS) + rows * out) + more)
+        return 4 * rows * out
 
     # --- backward pass --------------------------------------------------------------------------------------------
 
@@ -571,15 +592,12 @@ class Tape:
         computed its gradients, as torch does unless another layer contains this one.
         """
         first, step = len(self._nodes), self.step
-        self._inside += 1
-        y = run()
-        self._inside -= 1
+        self._save()  # what it reads
+        y, saves = self._run_layer(run, 0)
 
         def again() -> list[Node]:
             outer, self._nodes, here, self.step = self._nodes, [], self.step, step
-            self._inside += 1
-            result = run()
-            self._inside -= 1
+            result, _ = self._run_layer(run, saves)
             nodes, self._nodes, self.step = self._existing(0), outer, here
             del result
             return nodes
@@ -593,6 +611,21 @@ class Tape:
             if node.kept or node.layer:  # torch computes the layer again when the first of these is read
                 node.kept, node.layer = [], layer
         return y
+
+    def _run_layer(self, run: Callable[[], R], last: int) -> tuple[R, int]:
+        """Run a layer, until so much is kept if it is computed again. Returns what it makes, and how much it kept."""
+        outer = self._saves, self._last, self.stopped
+        self._saves, self._last, self.stopped = 0, last, self.stopped and not last
+        self._inside += 1
+        y = run()
+        self._inside -= 1
+        saves, (self._saves, self._last, self.stopped) = self._saves, outer
+        return y, saves
+
+    def _save(self, is_saved: bool = True) -> None:
+        """Count what is kept. Nothing needs memory after the last part of a layer that is computed again."""
+        self._saves += is_saved
+        self.stopped |= is_saved and self._saves == self._last
 
     def in_float32(self, run: Callable[..., Value], x: Value, *others: Value | None) -> Value:
         """Record run(x, *others) as `numerics.in_float32` computes it: 16 bits are converted, and so again backward."""
@@ -620,11 +653,14 @@ def missing(tokens: int) -> int:
     return -tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
-def _blocks_of_product(rows: int, out: int, width: int) -> int:
+def _blocks_of_product(rows: int, out: int, width: int, turned: bool = True) -> int:
     """Return the bytes of the blocks in which oneDNN multiplies 16-bit matrices [out, rows] and [rows, width].
 
-    Measured on an AMD EPYC (Zen 4), for the gradient of a weight: up to 512 rows of both matrices, and sums in float32.
+    Measured on AMD EPYC (Zen 4 and 5): up to 512 rows of the second matrix, 64 columns each, up to 256 sums in float32,
+    and as many columns of the first matrix if it is turned, as for the gradient of a weight.
     """
-    part = min(rows, 512)
-    sums = 64 if rows == part else -(-width // 64) * 64
-    return 2 * 64 * part + out * (2 * part + 4 * sums + 64)
+    part = min(-(-rows // 32) * 32, 512)
+    block = -(-out // max(1, -(-out // 256)))
+    sums = -(-width // 64) * 64 if turned and rows > 512 else min(width, 64)
+    read = part + 32 * (part == 512) if turned and width > 1 else 0
+    return 2 * 64 * part + block * (2 * read + 4 * sums) + 1024

@@ -108,6 +108,8 @@ def associative_scan(
     )
 
     carried = [] if initial is None else pytree.tree_leaves(initial)
+    pairs = enumerate(zip(carried, leaves, strict=False))
+    dispatch.check_real("associative_scan", {f"initial[{at}]": x for at, (x, leaf) in pairs if not leaf.is_complex()})
 
     def scan(gate: Gate) -> tuple[Any, Any]:
         given = gate.closed(leaves), gate.closed(carried, state=True)

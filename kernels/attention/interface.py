@@ -305,12 +305,13 @@ def _check(
 
 def check_state(state: State, k: Tensor, v: Tensor, window: int | None, first: int = 0) -> None:
     """Raise ValueError unless a state has the shapes for new keys and values, and tokens for a window."""
-    B, K = k.shape[0], state[0].shape[1]
+    B, K = k.shape[0], state[0].shape[1] if state[0].dim() > 1 else 0
     shapes = [(B, K, *k.shape[2:]), (B, K, *v.shape[2:]), (B,)]
     shapes += [(B, first, *x.shape[2:]) for x in (k, v) if first]
     found = [tuple(t.shape) for t in state]
     if found != shapes:
         raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
+    dispatch.check_real("attention", {f"state[{at}]": t for at, t in enumerate(state)})
     if window is not None and window - 1 > K:
         raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
 

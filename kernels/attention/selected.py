@@ -23,6 +23,7 @@ from seqblocks.kernels.attention.between import visible
 from seqblocks.kernels.attention.interface import check_scores, last_tokens
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.attention.torch import BLOCK, masked
+from seqblocks.kernels.dispatch import check_real
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 
@@ -73,6 +74,8 @@ def selected_attention(
     Returns y [B, S, H, DV or DV + 1], 0 for queries that read no key, and with return_state the next state.
     """
     _check(q, k, v, index_q, index_k, choice)
+    inputs = {"q": q, "k": k, "v": v, "index_q": index_q, "index_k": index_k, "weight": weight, "sinks": sinks}
+    check_real("selected_attention", inputs | {f"state[{at}]": x for at, x in enumerate(state or ())})
     check_scores(q.shape[2], soft_cap, None, sinks)
     if state is not None:
         _check_state(state, k, v, index_k, choice.block)
@@ -190,7 +193,7 @@ def _check_state(
     state: SelectedState | tuple[Tensor, ...], k: Tensor, v: Tensor, index_k: Tensor, block: int
 ) -> None:
     """Raise ValueError unless a state has the shapes for new keys."""
-    blocks = state[2].shape[1]
+    blocks = state[2].shape[1] if len(state) > 2 and state[2].dim() > 1 else 0
     caches = ((k, blocks * block), (v, blocks * block), (index_k, blocks))
     shapes = [*((x.shape[0], size, *x.shape[2:]) for x, size in caches), k.shape[:1]]
     if [tuple(t.shape) for t in state] != [tuple(shape) for shape in shapes]:

@@ -51,6 +51,7 @@ def causal_conv(
     """
     mixing = _check(x, weight, bias, activation, state, resets)
     K = weight.shape[-1]
+    dispatch.check_real("causal_conv", {"state": state}, ("state",) if x.is_complex() else ())
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
     inputs = {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets}
     run = dispatch.choose(

@@ -137,7 +137,7 @@ def _check(
         fits = B.shape == (channels, H) and C.dim() == 2 and C.shape[1] == channels
         expected = f"B {[channels, H]} and C [G, {channels}]"
     else:
-        fits = B.shape == C.shape == (N,) and (N == H if mode == "dws" else N % H == 0)
+        fits = B.shape == C.shape == (N,) and (N == H if mode == "dws" else H > 0 and N % H == 0)
         expected = f"B and C [{H}]" if mode == "dws" else f"B and C [G {H}]"
         expected += f" for A [{H}, M]" if mode == "dws" else f" for A [G {H}, M]"
     if not fits:

@@ -62,7 +62,7 @@ def mlstm(
     _check(q, k, v, i, f, resets, chunk_size, input_gate, normalize)
     dtype = _state_dtype(q, k, v, i, f)
     if state is not None:
-        state = _check_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
+        state = checked_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
     run = dispatch.choose(
         "mlstm", backend, _named(q, k, v, i, f, state, resets),
         {"batch": q.shape[0] * q.shape[2], "length": q.shape[1]}, dtype=numerics.computed_in(q, k, v, i, f),
@@ -138,9 +138,10 @@ def _named(
     return {"q": q, "k": k, "v": v, "i": i, "f": f, "C": C, "n": n, "m": m, "resets": resets}
 
 
-def _check_state(
+def checked_state(
     state: MLSTMState | tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> MLSTMState:
+    """Return a state in a dtype. Raises ValueError for other shapes than those of the sizes B, H, DK and DV."""
     B, H, DK, DV = sizes
     shapes = ((B, H, DK, DV), (B, H, DK), (B, H))
     if len(state) != 3 or any(s.shape != shape for s, shape in zip(state, shapes, strict=True)):
@@ -148,4 +149,5 @@ def _check_state(
             f"mlstm expects a state C, n, m of shapes {', '.join(str(list(s)) for s in shapes)}; "
             f"got {', '.join(str(list(s.shape)) for s in state)}"
         )
+    dispatch.check_real("mlstm", dict(zip(MLSTMState._fields, state, strict=True)))
     return MLSTMState(*(s.to(dtype) for s in state))

@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.kernels import dispatch
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
 from seqblocks.kernels.dispatch.custom_op import custom_op
+from seqblocks.kernels.mlstm.interface import checked_state
 from seqblocks.kernels.mlstm.reference import CLOSED, MLSTMState, largest_exponent
 from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative, without_autocast
+from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import nonfinite
 
 __all__ = ["MLSTMElement", "mlstm_algebra", "mlstm_memoroid"]
@@ -181,10 +184,13 @@ def mlstm_memoroid(
     Raises ValueError for wrong shapes or an unknown readout, BackendError (see dispatch).
     """
     _check(q, k, v, i, f, readout)
+    dispatch.check_real("mlstm_memoroid", {"q": q, "k": k, "v": v, "i": i, "f": f})
+    check_resets("mlstm_memoroid", resets, q.shape[:2])
     double = any(t.dtype == torch.float64 for t in (q, k, v, i, f))
     dtype = torch.float64 if double else torch.float32
     x = tuple(t.to(dtype) for t in (q, k, v, i, f))
-    C, n, m = _fresh(x) if state is None else (t.to(dtype) for t in state)
+    sizes = (q.shape[0], *q.shape[2:], v.shape[-1])
+    C, n, m = _fresh(x) if state is None else checked_state(state, sizes, dtype)
     found = None
     if resets is not None and torch.is_grad_enabled() and q.shape[1] and nonfinite.suspected(*x, C, n, m):
         found = nonfinite.find(x[0], x[1], x[2], x[3], x[4], (C, n, m), resets, reverse)
@@ -207,7 +213,8 @@ def mlstm_memoroid(
 def _check(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, readout: str) -> None:
     if readout not in READOUTS:
         raise ValueError(f"mlstm_memoroid: readout must be one of {', '.join(READOUTS)}, not {readout!r}")
-    if k.shape != q.shape or v.shape[:3] != q.shape[:3] or i.shape != q.shape[:3] or f.shape != q.shape[:3]:
+    fits = q.dim() == v.dim() == 4 and k.shape == q.shape and v.shape[:3] == i.shape == f.shape == q.shape[:3]
+    if not fits:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, i, f))
         raise ValueError(f"mlstm_memoroid expects q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; got {shapes}")
 

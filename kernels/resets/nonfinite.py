@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.kernels.resets.tokens import along
 
 
 def suspected(*tensors: Tensor | None) -> bool:
-    """Return whether some value may be nonfinite. Always true in compiled code and on devices other than the CPU, where
-    reading a value would synchronise."""
+    """Return whether some value may be nonfinite. Always true in compiled code and in torch.func.vmap, where values
+    cannot be read, and on devices other than the CPU, where reading one would synchronise."""
     given = [x for x in tensors if x is not None]
-    if given[0].device.type != "cpu" or torch.compiler.is_compiling():
+    if given[0].device.type != "cpu" or torch.compiler.is_compiling() or any(batched(x) for x in given):
         return True
     return not all(math.isfinite(x.sum().item()) for x in given)  # a sum that overflows only costs time
 

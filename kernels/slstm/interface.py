@@ -46,14 +46,15 @@ def slstm(
     bfloat16 if all gates are bfloat16. The torch and Triton implementations have first derivatives only; "reference"
     has derivatives of any order. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
-    H, D = recurrent.shape[0], recurrent.shape[1]
     _check(i, f, z, o, recurrent, bias, resets)
+    H, D = recurrent.shape[:2]
     inputs = (i, f, z, o, recurrent, bias)
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
     if state is None:
         state = SLSTMState(*(i.new_zeros(i.shape[0], H, D, dtype=dtype) for _ in range(4)))
     elif len(state) != 4 or any(s.shape != (i.shape[0], H, D) for s in state):
         raise ValueError(f"slstm expects a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
+    dispatch.check_real("slstm", dict(zip(SLSTMState._fields, state, strict=True)))
     state = SLSTMState(*(s.to(dtype) for s in state))
     sizes = {"batch": i.shape[0], "length": i.shape[1]}
     names = ("i", "f", "z", "o", "recurrent", "bias", "y", "c", "n", "m", "resets")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seqblocks.checkpoint.families import ALIASES, COMPOSITE, spec_text, text_config
 from seqblocks.checkpoint.families.values import renamed
+from seqblocks.checkpoint.gguf_changes import Change
 from seqblocks.checkpoint.gguf_found import (
     Found,
     Metadata,
@@ -24,7 +25,7 @@ from seqblocks.checkpoint.gguf_found import (
     metadata,
     scaling_obstacle,
 )
-from seqblocks.checkpoint.gguf_table import COMMON, FAMILIES, Change, Family
+from seqblocks.checkpoint.gguf_table import COMMON, FAMILIES, Family
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
@@ -134,7 +135,8 @@ def _parts(
     library: Any, family: Family, found: Found, weights: Weights, prefix: str
 ) -> dict[str, list[Source]]:  # fmt: skip
     """Return the tensors of llama.cpp with the official tensors that they are made of."""
-    architecture = next(key for key, name in library.MODEL_ARCH_NAMES.items() if name == family.name)
+    known = family.names or family.name
+    architecture = next(key for key, name in library.MODEL_ARCH_NAMES.items() if name == known)
     names = library.TensorNameMap(architecture, len(found.nodes))
     made: dict[str, list[Source]] = {}
     for official in weights.headers:

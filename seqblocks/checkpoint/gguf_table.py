@@ -12,13 +12,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqblocks.checkpoint.gguf_changes import (
+    CORRECTION,
+    DT_BIAS,
+    INTERLEAVED,
+    MAMBA,
+    MAMBA2,
+    ONE_PLUS,
+    Change,
+    Pieces,
+    column,
+    grouped,
+    half,
+    negative_exp,
+    one_plus,
+    qkv_by_kind,
+    squeezed,
+    times,
+    times_of,
+)
 from seqblocks.checkpoint.gguf_found import Found, Metadata, same
 from seqblocks.graph import ParallelNode
-
-Change = Callable[[Tensor, Found, int], Tensor]
-"""Return a tensor of llama.cpp from that of transformers. The number is that of the layer, 0 outside of layers."""
-Pieces = tuple[tuple[str, Change | None], ...]
-"""Names of what an official tensor becomes, as replacements of what a pattern matches, and how each is computed."""
 
 
 class Family(NamedTuple):
@@ -30,7 +44,7 @@ class Family(NamedTuple):
     released: the scaling of all releases, accepted although llama.cpp computes other angles, as docs/models.md says.
     pieces: patterns of official names. changes: patterns of tensors without `blk.N.`. more: further metadata. refuse:
     yields reasons why a model does not fit. layout: of the `checkpoint:` map, with the official names. head: whether
-    the file must have a head even if it is tied.
+    the file must have a head even if it is tied. names: the architecture whose names of tensors the package gguf has.
     """
 
     name: str
@@ -44,6 +58,7 @@ class Family(NamedTuple):
     refuse: Callable[[Found], Iterator[str]] = lambda found: iter(())
     layout: str = "official"
     head: bool = False
+    names: str = ""
 
 
 # Entries that mean the same in all families, or that only say how initial weights are drawn.
@@ -53,80 +68,6 @@ rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps tie_word_embeddings tie_
 rope_scaling max_position_embeddings original_max_position_embeddings initializer_range time_step_min time_step_max
 time_step_floor rescale_prenorm_residual
 """
-
-
-# --- changes of tensors --------------------------------------------------------------------------------------------
-
-
-def _negative_exp(x: Tensor, found: Found, layer: int) -> Tensor:
-    return -torch.exp(x)
-
-
-def _column(x: Tensor, found: Found, layer: int) -> Tensor:
-    return x[:, None]
-
-
-def _squeezed(x: Tensor, found: Found, layer: int) -> Tensor:
-    return x.squeeze(1)
-
-
-def _one_plus(x: Tensor, found: Found, layer: int) -> Tensor:
-    return x + 1
-
-
-def _half(at: int) -> Change:
-    """Return half of the rows."""
-    return lambda x, found, layer: x.chunk(2, -2)[at]
-
-
-def _interleaved(shared: bool) -> Change:
-    """Order the rows of each head that rotate for rotations of adjacent pairs; in transformers, halves rotate."""
-
-    def change(x: Tensor, found: Found, layer: int) -> Tensor:
-        op, rotary = found.op("attention", layer), found.op("rotary", layer)
-        rows = x.unflatten(0, (op.shared if shared else op.heads, -1))
-        count = (rotary and rotary.features) or rows.shape[1]
-        turned = rows[:, :count].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return torch.cat([turned, rows[:, count:]], 1).flatten(0, 1)
-
-    return change
-
-
-def _grouped(x: Tensor, found: Found, layer: int) -> Tensor:
-    """Give each group of a norm a row."""
-    return x.reshape(found.op("linear_attention", layer).heads, -1)
-
-
-def _times(*names: str) -> Change:
-    """Multiply by entries of config.json, each 1 if it is absent."""
-
-    def change(x: Tensor, found: Found, layer: int) -> Tensor:
-        for name in names:
-            x = x * float(found.config.get(name) or 1.0)
-        return x
-
-    return change
-
-
-def _times_of(name: str, at: int) -> Change:
-    """Multiply by an element of an entry of config.json."""
-    return lambda x, found, layer: x * float((found.config.get(name) or [1.0] * (at + 1))[at])
-
-
-def _qkv_by_kind(x: Tensor, found: Found, layer: int) -> Tensor:
-    """Return queries, keys and values of all heads, instead of those of each head."""
-    return x.unflatten(0, (found.op("attention", layer).heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-
-
-INTERLEAVED = (
-    (r"attn_q\.(weight|bias)", _interleaved(False)),
-    (r"attn_k\.(weight|bias)", _interleaved(True)),
-)
-MAMBA = ((r"ssm_a", _negative_exp), (r"ssm_conv1d\.weight", _squeezed))
-MAMBA2 = (*MAMBA, (r"ssm_[ad]", _column), (r"ssm_norm\.weight", _grouped))
-DT_BIAS: tuple[str, Pieces] = (r"\.dt_bias$", ((".dt_proj.bias", None),))
-ONE_PLUS = ((r".*norm\.weight", _one_plus),)
-CORRECTION: tuple[str, Pieces] = (r"\.e_score_correction_bias$", ((".e_score_correction.bias", None),))
 
 
 def _hybrid(verb: str, what: str) -> Callable[[Found], Iterator[str]]:
@@ -195,12 +136,12 @@ def _granite(found: Found) -> Family:
     pieces: tuple[tuple[str, Pieces], ...] = (
         (
             official + r"input_linear\.weight$",
-            tuple((rf"blk.\1.ffn_{part}{suffix}.weight", _half(at)) for at, part in enumerate(("gate", "up"))),
+            tuple((rf"blk.\1.ffn_{part}{suffix}.weight", half(at)) for at, part in enumerate(("gate", "up"))),
         ),
         (official + r"output_linear\.weight$", ((rf"blk.\1.ffn_down{suffix}.weight", None),)),
         (
             r"^.*\.(\d+)\.block_sparse_moe\.input_linear\.weight$",
-            tuple((rf"blk.\1.ffn_{part}_exps.weight", _half(at)) for at, part in enumerate(("gate", "up"))),
+            tuple((rf"blk.\1.ffn_{part}_exps.weight", half(at)) for at, part in enumerate(("gate", "up"))),
         ),
         DT_BIAS,
     )
@@ -228,6 +169,52 @@ def _granite_metadata(found: Found) -> Metadata:
 
 def _bamba(found: Found) -> Metadata:
     return {"rope.scaling.finetuned": True}  # granitehybrid then rotates queries and keys
+
+
+def _falcon_mamba(found: Found) -> Metadata:
+    return {"ssm.dt_b_c_rms": True}  # whether step sizes, B and C are normalised
+
+
+def _before_norms(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Scale the rows before the norms of step sizes, B and C so that `layer_norm_epsilon` does the same in them."""
+    outer, inner = (float(found.config.get(name, usual)) for name, usual in MAMBA_EPSILONS)
+    return x * math.sqrt(outer / inner)
+
+
+MAMBA_EPSILONS = (("layer_norm_epsilon", 1e-5), ("mixer_rms_eps", 1e-6))
+
+
+def _falcon_mamba_refuses(found: Found) -> Iterator[str]:
+    inner, dim = found.size("ssm_out.weight", 1), found.shapes["token_embd.weight"][1]
+    if inner != 2 * dim:
+        yield f"it has {2 * dim} inner features at width {dim}, not {inner}"
+
+
+def _minimax(found: Found) -> Metadata:
+    return {
+        "attention.head_count_kv": found.op("attention").shared,
+        "attention.recurrent_layers": found.has("attn_qkv.weight"),
+        "residual_scale": float(found.config.get("mlp_alpha_factor", 1)),
+    }
+
+
+def _minimax_refuses(found: Found) -> Iterator[str]:
+    yield from _hybrid("linear_attention", "linear_attention")(found)
+    factors = [found.config.get(f"{part}_alpha_factor", 1) for part in ("full_attn", "linear_attn", "mlp")]
+    if len(set(factors)) > 1:
+        yield f"full_attn_alpha_factor, linear_attn_alpha_factor and mlp_alpha_factor differ: {factors}"
+    if (eps := found.config.get("rms_norm_eps", 1e-5)) not in (1e-5, 1e-6):  # that of releases, and the exact one
+        yield f"rms_norm_eps is {eps}, but it is also that of the norm in linear attention, where 1e-06 is needed"
+
+
+def _beta(part: str = "") -> Change:
+    """Multiply the last matrices of a part, by default attention of either kind, by the factor of its result."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        kind = part or ("full_attn" if found.op("attention", layer) else "linear_attn")
+        return x * float(found.config.get(f"{kind}_beta_factor", 1))
+
+    return change
 
 
 KEY_EPSILON = 1e-6  # which Qwen3-Next adds to a key's sum of squares
@@ -486,23 +473,26 @@ GPT_OSS_PIECES: tuple[tuple[str, Pieces], ...] = (
 
 FALCON_CHANGES = (
     *MAMBA,
-    (r"ssm_[ad]", _column),
-    (r"ssm_norm\.weight", _grouped),
+    (r"ssm_[ad]", column),
+    (r"ssm_norm\.weight", grouped),
     (r"ssm_in\.weight", _ssm_factors),
-    (r"ssm_out\.weight", _times("ssm_out_multiplier")),
-    (r"attn_[qv]\.weight", _times("attention_in_multiplier")),
-    (r"attn_k\.weight", _times("attention_in_multiplier", "key_multiplier")),
-    (r"attn_output\.weight", _times("attention_out_multiplier")),
-    (r"ffn_gate\.(weight|bias)", _times_of("mlp_multipliers", 0)),
-    (r"ffn_down\.(weight|bias)", _times_of("mlp_multipliers", 1)),
-    (r"token_embd\.weight", _times("embedding_multiplier")),
-    (r"output\.weight", _times("lm_head_multiplier")),
+    (r"ssm_out\.weight", times("ssm_out_multiplier")),
+    (r"attn_[qv]\.weight", times("attention_in_multiplier")),
+    (r"attn_k\.weight", times("attention_in_multiplier", "key_multiplier")),
+    (r"attn_output\.weight", times("attention_out_multiplier")),
+    (r"ffn_gate\.(weight|bias)", times_of("mlp_multipliers", 0)),
+    (r"ffn_down\.(weight|bias)", times_of("mlp_multipliers", 1)),
+    (r"token_embd\.weight", times("embedding_multiplier")),
+    (r"output\.weight", times("lm_head_multiplier")),
 )
 
 LATENT: tuple[str, Pieces] = (
     r"\.kv_b_proj\.weight$",
     ((".k_b_proj.weight", _keys_and_values(False)), (".v_b_proj.weight", _keys_and_values(True))),
 )
+MINIMAX_NAMES = (
+    ("qkv_proj", "attn_qkv"), ("norm", "attn_norm_2"), ("output_gate", "attn_gate"), ("out_proj", "attn_output"),
+)  # fmt: skip
 DEEPSEEK = Family(
     "deepseek2",
     "first_k_dense_replace moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok n_group "
@@ -551,10 +541,23 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
     "gpt_neox": Family(
         "gptneox",
         "rotary_pct rotary_emb_base partial_rotary_factor use_parallel_residual hidden_act",
-        changes=((r"attn_qkv\.(weight|bias)", _qkv_by_kind),),
+        changes=((r"attn_qkv\.(weight|bias)", qkv_by_kind),),
         more=_neox,
         refuse=_neox_refuses,
         head=True,
+    ),
+    "minimax": Family(
+        "minimax-01",
+        "head_dim layer_types num_local_experts num_experts_per_tok full_attn_alpha_factor full_attn_beta_factor "
+        "linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor",
+        pieces=tuple(
+            (rf"^model\.layers\.(\d+)\.self_attn\.{official}\.weight$", ((rf"blk.\1.{name}.weight", None),))
+            for official, name in MINIMAX_NAMES
+        ),
+        changes=((r"attn_output\.weight", _beta()), (r"ffn_down_exps\.weight", _beta("mlp"))),
+        more=_minimax,
+        refuse=_minimax_refuses,
+        names="minimax-m2",
     ),
     "gpt_oss": Family(
         "gpt-oss",
@@ -583,6 +586,13 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
     ),
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
+    "falcon_mamba": Family(
+        "mamba",
+        "state_size conv_kernel expand time_step_rank time_step_scale time_step_init_scheme mixer_rms_eps",
+        changes=(*MAMBA, (r"ssm_x\.weight", _before_norms)),
+        more=_falcon_mamba,
+        refuse=_falcon_mamba_refuses,
+    ),
     "falcon_h1": Family(
         "falcon-h1",
         "head_dim mamba_d_ssm mamba_expand mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv "
@@ -607,7 +617,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
             ),
             DT_BIAS,
         ),
-        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", _one_plus)),
+        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", one_plus)),
         more=_qwen3_next,
         refuse=_qwen3_next_refuses,
         layout="qwen3_next",
@@ -617,7 +627,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         "head_dim partial_rotary_factor layer_types full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
         "linear_value_head_dim linear_num_key_heads linear_num_value_heads",
         pieces=(DT_BIAS,),
-        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", _one_plus), *QWEN35_HEADS),
+        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", one_plus), *QWEN35_HEADS),
         more=_qwen3_5,
         refuse=_qwen3_next_refuses,
         layout="qwen3_5",
@@ -628,7 +638,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         "linear_conv_kernel_dim kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim num_experts "
         "num_experts_per_token moe_intermediate_size num_shared_experts routed_scaling_factor",
         pieces=(LATENT, DT_BIAS, CORRECTION),
-        changes=((r"ssm_a", _negative_exp), (r"ssm_conv1d_.\.weight", _channels)),
+        changes=((r"ssm_a", negative_exp), (r"ssm_conv1d_.\.weight", _channels)),
         more=_kimi,
         refuse=_kimi_refuses,
         layout="kimi_linear",
@@ -639,7 +649,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         "lfm2",
         "layer_types full_attn_idxs conv_L_cache block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier "
         "block_multiple_of",
-        changes=((r"shortconv\.conv\.weight", _squeezed),),
+        changes=((r"shortconv\.conv\.weight", squeezed),),
         more=_lfm2,
         refuse=_hybrid("causal_conv", "a convolution"),
     ),
@@ -648,7 +658,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         "layer_types full_attn_idxs conv_L_cache num_dense_layers num_experts num_experts_per_tok "
         "moe_intermediate_size",
         pieces=((r"\.expert_bias$", ((".expert_bias.bias", None),)),),
-        changes=((r"shortconv\.conv\.weight", _squeezed),),
+        changes=((r"shortconv\.conv\.weight", squeezed),),
         more=_lfm2,
         refuse=_hybrid("causal_conv", "a convolution"),
     ),

@@ -237,11 +237,8 @@ class SequenceModel(Body):
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)
-            if reason := arguments.converted_step(self._plain_dtypes(), error):
+            if reason := arguments.dtype_fault(inputs, self._plain_dtypes(), self.own_dtype(), error):
                 raise RunError(reason) from error
-            for x in inputs:
-                if reason := arguments.dtype_mismatch(x, self.own_dtype(), error):
-                    raise RunError(reason) from error
             raise
 
     def _check_dtype(self, inputs: tuple[Tensor, ...]) -> None:

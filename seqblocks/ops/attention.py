@@ -581,10 +581,12 @@ def must_hold(cache: int, length: Tensor, compiling: bool, instead: str = "") ->
     """
     import torch
 
+    from seqblocks.kernels.dispatch.compiled import batched
+
     advice = f"tokens, but its cache has room for {cache}; set a larger `cache:`{instead}"
     if compiling:
         torch._assert_async((length <= cache).all(), f"attention has seen more {advice}")
-    elif length.numel() and int(length.max()) > cache:
+    elif length.numel() and not batched(length) and int(length.max()) > cache:
         raise RunError(f"attention has seen {int(length.max())} {advice}")
 
 

@@ -158,8 +158,9 @@ class Softmax(_OfHeads):
         return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
-        exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
-        return exact.softmax(-1).flatten(-2).to(x.dtype)
+        # without a name for the exact numbers, whose memory is then free for the result
+        by_heads = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1)).softmax(-1)
+        return by_heads.flatten(-2).to(x.dtype)
 
 
 @primitive("sum_norm")

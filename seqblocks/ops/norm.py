@@ -105,4 +105,7 @@ class LayerNorm(Norm):
 
         if saves_launches(x):
             return self.of_sum(p, x, None)[0]
-        return layer_norm(x, x.shape[-1:], self.effective_gain(p), p.get("bias"), self.eps)
+        gain, bias = self.effective_gain(p), p.get("bias")
+        if gain is None and bias is not None and bias.dtype != x.dtype:  # torch's backward pass needs both
+            gain = bias.new_ones(bias.shape)
+        return layer_norm(x, x.shape[-1:], gain, bias, self.eps)

@@ -94,6 +94,7 @@ class PositionEmbed(Op):
         return tape.add(x, places)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        from seqblocks.kernels.dispatch.compiled import batched
         from seqblocks.kernels.positions import running_positions
 
         weight = p["weight"]
@@ -114,7 +115,8 @@ class PositionEmbed(Op):
             raise RunError(f"position {count} is past the {count} of position_embed")
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
         # Only on a CPU: on other devices this would synchronise, and they check the index themselves.
-        if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
+        known = x.device.type == "cpu" and not call.compiling and index.numel() and not batched(index)
+        if known and int(index.max()) >= count:
             first = int(index[index >= count].min())
             raise RunError(f"position {first} is past the {count} of position_embed")
         return x + weight[0][index], {"position": after}

@@ -92,7 +92,11 @@ class Downsample(_Rate):
         return x.rate * (self.factor - 1)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.mean(x, tape.out) if self.method == "mean" else tape.slice(x, tape.out)
+        if self.method == "mean":
+            return tape.mean(x, tape.out)
+        y = tape.slice(x, tape.out)
+        y.rows = x.dense  # equally far apart
+        return y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         check_tokens(x, self.factor, self.verb)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -154,32 +155,27 @@ def _check_bounds(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> None:
         raise RunError(f"cu_seqlens requires a batch of one, not {x.shape[0]}")
 
 
-def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | None:
-    """Return a hint for a torch error caused by an input with another dtype than the model's, or None."""
-    if not x.is_floating_point() or x.dtype == own or not _is_about_dtypes(error):
-        return None
-    return _of_another_dtype(x, own)
+def dtype_fault(
+    inputs: Iterable[Tensor], dtypes: dict[str, torch.dtype], own: torch.dtype, error: RuntimeError
+) -> str | None:
+    """Return a hint for a torch error caused by an input or a parameter with another dtype than the model's, or None.
 
-
-def converted_step(dtypes: dict[str, torch.dtype], error: RuntimeError) -> str | None:
-    """Return a hint for a torch error caused by a parameter with another dtype than most of the model, or None.
-
-    dtypes: of the parameters that were built in the dtype of the model, by name.
+    dtypes: of the parameters that were built in the dtype of the model, by name. own: its dtype if it has none.
     """
-    kinds = [*dtypes.values()]
-    most = max(dict.fromkeys(kinds), key=kinds.count, default=None)
-    other = next((name for name, kind in dtypes.items() if kind != most), None)
-    if other is None or not _is_about_dtypes(error):
+    if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
         return None
-    step, expected = other.rpartition(".")[0], str(most).removeprefix("torch.")
+    kinds = [*dtypes.values()]
+    own = max(dict.fromkeys(kinds), key=kinds.count, default=own)
+    if (x := next((x for x in inputs if x.is_floating_point() and x.dtype != own), None)) is not None:
+        return _of_another_dtype(x, own)
+    other = next((name for name, kind in dtypes.items() if kind != own), None)
+    if other is None:
+        return None
+    step, expected = other.rpartition(".")[0], str(own).removeprefix("torch.")
     return (
         f"{other} is {str(dtypes[other]).removeprefix('torch.')} and the model {expected}: convert the step with "
         f"model.get_submodule('{step}').to(torch.{expected}), or its inputs and output in hooks"
     )
-
-
-def _is_about_dtypes(error: RuntimeError) -> bool:
-    return bool(re.search("dtype|scalar type|input type", str(error), re.IGNORECASE))
 
 
 def too_wide(x: Tensor, own: torch.dtype) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from seqblocks.tape import Tape, Value
+from seqblocks.tape import Shape, Tape, Value
 from seqblocks.workspace import convolution
 
 SUM_MAX_TOKENS = 8
@@ -67,5 +67,23 @@ def mix(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str
     B, S, D = x.shape
     K = weight.shape[-1]
     window = tape.cat([tape.new((B, K - 1, D), x.item), x], 1) if K > 1 else x
-    y = tape.in_float32(partial(convolution.convolve, tape, shape=(B, S, weight.shape[0])), window, weight, bias)
+    out = B, S, weight.shape[0]
+    if S <= SUM_MAX_TOKENS or x.item == 8:
+        y = _products(tape, window, weight, out)
+        y = y if bias is None else tape.add(y, bias)
+    else:
+        y = tape.in_float32(partial(convolution.convolve, tape, shape=out), window, weight, bias)
     return tape.unary(y) if activation == "silu" else y
+
+
+def _products(tape: Tape, window: Value, weight: Value, shape: Shape) -> Value:
+    """Record the sum of the products of each tap, whose weights [D, D] are copied in turn."""
+    y = None
+    for _ in range(weight.shape[-1]):
+        part = tape.rows(tape.slice(window, (*shape[:2], window.shape[-1])))
+        tap = tape.slice(weight, weight.shape[:2])
+        tape.passing(tap.bytes)
+        made = tape.matmul(part, tap, shape)
+        y = made if y is None else tape.add(y, made)
+    assert y is not None
+    return y

@@ -60,7 +60,9 @@ class _Sizes:
         self.out_blocks = groups * _blocked(out // groups)  # features of all groups
         has_avx512, is_narrow = BLOCK == 16, dilation == 1 and max(self.taps) <= MAX_DEPTHWISE_TAPS
         self.has_kernel = self.is_depthwise and is_narrow and not (has_avx512 and places < math.prod(self.taps))
-        self.exceeds = not has_avx512 and self.before < math.prod(self.taps)  # windows larger than the maps
+        span = (self.taps[-1] - 1) * dilation + 1
+        is_spread = len(self.taps) > 1 and dilation > 1 and math.isqrt(self.before) < span
+        self.exceeds = is_spread or (not has_avx512 and self.before < math.prod(self.taps))  # windows exceed the maps
         self.blocks = self._blocks()
         self.scratch = self._scratch() if weight.item == 2 else 0
 

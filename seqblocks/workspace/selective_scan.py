@@ -31,6 +31,8 @@ def scan(
     keeps += [chunks * state.bytes]
     products = 4 + softplus + 2 * (z is not None)
     y = tape.new(u.shape, u.item)
-    tape.passing(2 * part * N + 4 * part + 2 * state.bytes)
-    tape.function([u, dt, A, B, C, D, z], [y], keeps, 4 * part * N + products * part + 2 * state.bytes)
+    converted = u.item < item  # u and dt, and then the gradient too
+    tape.passing(2 * part * N + (4 + 2 * converted) * part + 2 * state.bytes)
+    needs = 4 * part * N + (products + 3 * converted) * part + 2 * state.bytes
+    tape.function([u, dt, A, B, C, D, z], [y], keeps, needs)
     return y

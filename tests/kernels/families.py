@@ -70,6 +70,7 @@ SLSTM = Kernel(
     errors=(
         (lambda x: {"i": x["i"][..., :5]}, r"slstm expects gates \[B, S, 6\]"),
         (lambda x: {"recurrent": x["recurrent"][:, :, :3]}, "slstm expects recurrent"),
+        (lambda x: {"recurrent": x["recurrent"].sum()}, r"slstm expects recurrent .* got \[\]"),
         (lambda x: {"bias": x["bias"][:3]}, "slstm expects bias"),
         (lambda x: {"m": x["m"][:1]}, "slstm expects a state"),
         (lambda x: {"resets": torch.zeros(2, 3)}, r"slstm expects resets \[B, S\] = \[2, 9\]"),
@@ -332,6 +333,10 @@ CENTAURUS = Kernel(
         (lambda x: {"mode": "pointwise"}, "expects no E"),
         (lambda x: {"state": torch.zeros(2, 4, 3)}, "expects a state"),
         (lambda x: {"B": x["B"].cfloat()}, "real numbers; got complex B"),
+        (
+            lambda x: {"x": x["x"][..., :0], **dict.fromkeys("BC", x["B"][:, 0]), "mode": "full"},
+            r"mode full, expects B and C \[G 0\]",
+        ),
         (lambda x: {"resets": torch.zeros(2, 8, dtype=torch.bool)}, "expects resets"),
         (lambda x: {"plan": "project"}, "supports neither states nor resets"),
         (lambda x: {"plan": "fft"}, "no plan 'fft'"),
@@ -571,6 +576,10 @@ MLSTM_MEMOROID = Kernel(
     errors=(
         (lambda x: {"readout": "max"}, "readout must be one of paper, unit_floor"),
         (lambda x: {"k": x["k"][:, :3]}, "mlstm_memoroid expects q, k"),
+        (lambda x: {"v": x["v"][..., 0]}, r"mlstm_memoroid expects .* v \[B, S, H, DV\]"),
+        (lambda x: {"C": x["C"][:1]}, "mlstm expects a state C, n, m"),
+        (lambda x: {"resets": torch.zeros(2, 3, dtype=torch.bool)}, "mlstm_memoroid expects resets"),
+        (lambda x: {"i": x["i"].cfloat()}, "real numbers; got complex i"),
     ),
 )
 

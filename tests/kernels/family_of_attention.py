@@ -96,6 +96,7 @@ ATTENTION = Kernel(
         (lambda x: {"window": 0}, "window must be at least 1"),
         (lambda x: {"chunk": 0}, "chunk must be at least 1"),
         (lambda x: {"window": 200}, "too short for a window of 200"),
+        (lambda x: {"cached k": x["cached k"].sum()}, "attention expects a state of shapes"),
         (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
         (lambda x: {"resets": torch.zeros(2, 9)}, r"expects resets bool \[2, 9\]"),
         (lambda x: {"soft_cap": 0.0}, "soft_cap must be positive"),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks import kernels
-from seqblocks.errors import BackendError
+from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels import dispatch
 from tests.kernels.conformance import (
     CPU,
@@ -318,6 +318,16 @@ def test_errors_name_what_is_wrong(kernel: Kernel, change: Callable[[Tensors], d
         subject(tensors, **options)
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.states], ids=lambda kernel: kernel.name)
+def test_states_are_real_where_imaginary_parts_would_be_lost(kernel: Kernel) -> None:
+    subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["torch"])
+    x = subject.inputs()
+    for name in kernel.states:
+        if x[name].is_floating_point():
+            with pytest.raises(RunError, match="computes with real numbers; got complex"):
+                subject({**x, name: x[name].cdouble()})
+
+
 TRITON = [kernel for kernel in KERNELS if "triton" in kernel.implementations]
 
 
@@ -538,6 +548,21 @@ def test_transforms(subject: Subject, transform: str) -> None:
         TRANSFORMS[transform](*of_the_first_input(subject, backend)) for backend in ("auto", "reference")
     )  # fmt: skip
     assert_close({"out": found}, {"out": expected}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@cases([kernel for kernel in KERNELS if kernel.resets], ["torch"], variants=())
+def test_vmap_over_resets(subject: Subject) -> None:
+    """Values, which tell where resets must keep NaN from spreading, cannot be read in vmap."""
+    x = {name: t.detach() for name, t in subject.exact(S=6).items()}
+    resets, scales = torch.stack([reset_marks(2, 6), reset_marks(2, 6, 2)]), torch.tensor([1.0, 0.5])
+    name = subject.kernel.sequences[0]
+
+    def run(resets: Tensor, scale: Tensor) -> Tensor:
+        return subject({**x, name: scale * x[name]}, backend="auto", resets=resets)["out"]
+
+    found, expected = torch.vmap(run)(resets, scales), torch.stack([*map(run, resets, scales)])
+    assert_close({"out": found}, {"out": expected}, 10 * subject.kernel.exactness(subject.on, torch.float64, 6), 1.0)
 
 
 @cases([k for k in KERNELS if "torch" in k.reverse_mode_only], ["torch"], variants=())

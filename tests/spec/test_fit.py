@@ -274,6 +274,9 @@ def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
     done = run_main(*command, "model.linear.bias=true,false", "--to", "params=36", "--write", "out.yaml", cwd=folder)
     assert done.returncode == 2
     assert "'model.linear.bias' is not written in the spec" in done.stderr
+    done = run_main(*command, "dim=4..8", "--to", "params=36", "--write", "-", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--write takes the name of a file, not -" in done.stderr
     failed = (*command, "dim=4..8", "--to", "params=36", "--write", "no/out.yaml")
     done = run_main(*failed, "--format", "json", cwd=folder)  # the result is printed, and the error beside it
     assert json.loads(done.stdout)["candidates"][0]["facts"]["params"] == 36

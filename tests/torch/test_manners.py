@@ -149,6 +149,9 @@ def test_a_step_of_another_dtype(own: str, head: str) -> None:
     with pytest.raises(RunError, match=re.escape(message)) as caught:
         model(torch.ones(1, 3, 4, dtype=getattr(torch, own)))
     assert isinstance(caught.value.__cause__, RuntimeError)
+    other = {"bfloat16": "float32", "float32": "float64"}[own]
+    with pytest.raises(RunError, match=f"the model is {own} and its input {other}: convert it"):
+        model(torch.ones(1, 3, 4, dtype=getattr(torch, other)))
 
 
 STEPS = """

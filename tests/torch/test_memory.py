@@ -240,6 +240,23 @@ def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
+@pytest.mark.parametrize(("steps", "dtype", "length"), [
+    (["linear: {features: 97, bias: false}"], "bfloat16", 96),
+    (["linear: 7"], "float16", 96),
+    (["choose: {from: x, by: x, top: 0.5, steps: [silu]}"], "bfloat16", 96),
+    (["causal_conv: {mixing: true}"], "float32", 6),
+    (["cell: {chunk: 32, state: {s: 64}, steps: [{calc: {s: sigmoid(x) * s + x}}]}"], "float32", 96),
+    (["downsample: {factor: 4, method: last, as: y}", "linear: {features: 48, as: z}",
+      "linear: {from: y, features: 48, name: other}", "add: {with: z}"], "float32", 96),
+])  # fmt: skip
+def test_small_steps(steps: list[str], dtype: str, length: int) -> None:
+    """Products order and convert their operands, 16 bits are scattered by way of float32, and torch stops early."""
+    if steps[0].startswith("choose"):
+        steps = ["linear: {features: 1, as: r}", steps[0].replace("by: x", "by: r")]
+    found, real = both(seqblocks.load_text(text_of(steps))[1], 4, length, dtype=dtype)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
+
+
 CHECKPOINTED = "repeat: {times: 3, steps: [{residual: [layer_norm, %s, silu]}]}"
 ATTENDED = "{linear: {features: 64, as: q}}, {attention: {q: q, k: q, v: q, heads: 4}}"
 

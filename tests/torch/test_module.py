@@ -335,6 +335,34 @@ def test_autocast() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_a_norm_with_a_bias_only_in_autocast() -> None:
+    """Its input is in bfloat16 and its bias in float32, which the backward pass of torch takes only with a gain."""
+    text = "model: {input: {features: 4}, steps: [{linear: 4}, {layer_norm: {gain: none, bias: true}}]}"
+    model, x = seqblocks.build_text(f"seqblocks: 1\n{text}"), torch.randn(2, 5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x).float().square().sum().backward()
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    expected(x).square().sum().backward()
+    found = model.layer_norm.bias.grad  # twice the sum of 10 results, each of at most 3, rounded like their inputs
+    torch.testing.assert_close(found, expected.layer_norm.bias.grad, rtol=0, atol=20 * 3 * 2**-8)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls torch's attention state by state
+def test_vmap_over_states() -> None:
+    """Lengths of streams, which are compared with the sizes of caches, cannot be read in vmap."""
+    attention = "{attention: {q: x, k: x, v: x, heads: 2, cache: 9}}"
+    steps = f"[{{position_embed: {{length: 9}}}}, {{linear: {{features: 4, as: x}}}}, {attention}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}", dtype="float64")
+    x = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        before = [model(each, return_state=True)[1] for each in x]
+        stacked = torch.utils._pytree.tree_map(lambda *parts: torch.stack(parts), *before)
+        found = torch.vmap(lambda x, state: model(x, state=state))(x[:, :, :4], stacked)
+        expected = [model(each[:, :4], state=state) for each, state in zip(x, before, strict=True)]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
 @pytest.mark.parametrize("name", sorted(n for n in bundled() if n.endswith(("_tiny", "_digits", "_small_block"))))
 def test_the_graph_counts_the_parameters_of_the_module(name: str) -> None:
     model = seqblocks.build(name, device="meta")

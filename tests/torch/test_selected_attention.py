@@ -129,6 +129,14 @@ def test_a_state_must_fit(part: int) -> None:
         selected_attention(q, k, k, q, blocks, Choice(2, 1, 2), state=tuple(wrong))
 
 
+def test_inputs_and_states_are_real() -> None:
+    q, k, blocks = given(2, 4, 1, 2), given(2, 4, 1, 2), given(2, 2, 1, 2)
+    with pytest.raises(seqblocks.RunError, match=r"real numbers; got complex index_q, weight"):
+        selected_attention(q, k, k, q.cdouble(), blocks, Choice(2, 1, 2), weight=q[..., 0].cdouble())
+    with pytest.raises(seqblocks.RunError, match=r"real numbers; got complex state\[1\]"):
+        selected_attention(q, k, k, q, blocks, Choice(2, 1, 2), state=(k, k.cdouble(), blocks, torch.ones(2).long()))
+
+
 BLOCKS = """
 seqblocks: 1
 model:

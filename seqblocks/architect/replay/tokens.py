@@ -119,7 +119,16 @@ def _choose(replay: Replay, node: graph.ChooseNode, inputs: list[Value], paths: 
     replay.sizes, tape.step = outer, paths[-1]
     y = tape.view(tape.cast(y, x.item), (batch * count, features))
     made = tape.new((batch * tokens, features), x.item)
-    tape.function([flat[0], y], [made], [places])
+    sums = 4 * made.numbers if x.item == 2 else 0  # torch scatters 16 bits by way of float32
+    tape.passing(sums)
+    sizes = [(each.shape, each.item) if each.tracked else None for each in (flat[0], y)]
+
+    def backward(grads: list[Value | None]) -> list[Value | None]:
+        of_x = sizes[0] and tape.new(*sizes[0])
+        tape.passing(sums)
+        return [of_x, sizes[1] and tape.new(*sizes[1])]
+
+    tape.function([flat[0], y], [made], [places], backward)
     return tape.view(made, x.shape)
 
 
