@@ -173,7 +173,8 @@ def _check_heads(layer: list[Step]) -> None:
     for step in layer:
         op: Any = step.node.op
         if step.verb == "head_norm" and abs(op.eps / HEAD_EPSILON - 1) > 1e-6:
-            raise RunError(f"{step.name} ({step.node.span}): eps is {op.eps}, not {HEAD_EPSILON}")
+            what = f"eps is {op.eps}, not the {HEAD_EPSILON} of all heads in llama.cpp"
+            raise RunError(f"{step.name} ({step.node.span}): {what}")
 
 
 def _rwkv7(layer: list[Step], dim: int) -> Sizes:

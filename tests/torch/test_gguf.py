@@ -374,8 +374,8 @@ OF_HEADS = {**SMALL, "heads": 2}
 @pytest.mark.parametrize(
     ("name", "sizes", "reason"),
     [
-        ("rwkv7_0_4b", {**SMALL, "depth": 2, "head": 32}, r"g_norm \(.*\): eps is 0.00032, not 0.00064"),
-        ("rwkv6_1_4b", OF_HEADS, r"g_norm \(.*\): eps is 1e-05, not 0.00064"),
+        ("rwkv7_0_4b", {**SMALL, "depth": 2, "head": 32}, r"g_norm \(.*\): eps is 0.00032, not the 0.00064 of all"),
+        ("rwkv6_1_4b", OF_HEADS, r"g_norm \(.*\): eps is 1e-05, not the 0.00064 of all heads"),
         ("rwkv4_169m", SMALL, "of RWKV only versions 6 and 7"),
         ("gla_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),
         ("retnet_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),
