@@ -270,6 +270,7 @@ def test_nested_tensors_are_left_to_torch(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("onednn")
 def test_errors_are_those_of_torch() -> None:
     x, weight = drawn((12, 9), (8, 10), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
