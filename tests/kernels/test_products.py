@@ -437,6 +437,9 @@ def test_compiled_tokens_that_are_left_to_torch(monkeypatch: pytest.MonkeyPatch)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mv not in traced_targets(products.linear, x, weight)
     assert torch.mv not in traced_targets(products.linear, x.double(), weight.double())
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="same dtype"):  # a sum with the bias would be float64
+        torch.compile(products.linear, backend="eager")(x, weight, torch.ones(6, dtype=torch.float64))
     sizes = ({0: torch.export.Dim("tokens", min=1, max=64)}, None)
     program = torch.export.export(Product(), (x.expand(3, 8), weight), dynamic_shapes=sizes)
     assert program.module()(x, weight).shape == (1, 6)
