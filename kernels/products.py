@@ -100,15 +100,17 @@ def chosen(elements: int, rows: int, width: int) -> str:
 def _suits_mv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether these are one token and a matrix for which `mv` is faster."""
     if torch.compiler.is_compiling():
-        return ON_SLOW_MKL and _is_compiled_token(x, weight)
+        return ON_SLOW_MKL and _is_compiled_token(x, weight, bias)
     return ON_FAST_MV and _is_plain(x, weight, bias, {torch.bfloat16}) and x.numel() == x.shape[-1]
 
 
-def _is_compiled_token(x: Tensor, weight: Tensor) -> bool:
+def _is_compiled_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a compiler traces the product of one token with a large matrix in float32."""
     if weight.numel() < READING_MIN_ELEMENTS or type(weight) not in (Tensor, nn.Parameter) or not x.is_cpu:
         return False
     if any(map(unknown, x.shape)) or not x.dtype is weight.dtype is torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    if bias is not None and not (bias.dtype is torch.float32 and bias.shape == weight.shape[:1]):
         return False
     return weight.dim() == 2 and x.numel() == x.shape[-1] == weight.shape[1]
 

@@ -270,6 +270,7 @@ def test_nested_tensors_are_left_to_torch(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("onednn")
 def test_errors_are_those_of_torch() -> None:
     x, weight = drawn((12, 9), (8, 10), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -436,6 +437,9 @@ def test_compiled_tokens_that_are_left_to_torch(monkeypatch: pytest.MonkeyPatch)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mv not in traced_targets(products.linear, x, weight)
     assert torch.mv not in traced_targets(products.linear, x.double(), weight.double())
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="same dtype"):  # a sum with the bias would be float64
+        torch.compile(products.linear, backend="eager")(x, weight, torch.ones(6, dtype=torch.float64))
     sizes = ({0: torch.export.Dim("tokens", min=1, max=64)}, None)
     program = torch.export.export(Product(), (x.expand(3, 8), weight), dynamic_shapes=sizes)
     assert program.module()(x, weight).shape == (1, 6)
