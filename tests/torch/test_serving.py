@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import seqblocks
+from seqblocks import RunError
 from seqblocks import state as states
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, random_input
@@ -164,7 +165,7 @@ def test_a_step_of_another_dtype_is_not_reported_as_a_fault_of_the_input() -> No
     name = "layers.0.mamba_block.residual.mixer.in_proj"
     step = model.get_submodule(name)
     model.set_submodule(name, nn.Linear(step.weight.shape[1], step.weight.shape[0], bias=False))
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RunError, match=f"{name}.weight is float32 and the model bfloat16") as error:
         model(random_input(model, 1, 4))
     assert "int64" not in str(error.value)
 

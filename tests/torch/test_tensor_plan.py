@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypat
     norm = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [layer_norm]}").layer_norm
     expected = norm(torch.ones(1, 2, 4).cumsum(2))
     norm.__class__ = tensor.Exchanging
-    norm._exchange, norm._group = Exchange((("gather",),), "", -1), None
+    norm._exchange, norm._shards = Exchange((("gather",),), "", -1), SimpleNamespace(group=None)
     monkeypatch.setitem(tensor.ENTER, "gather", lambda x, group, axis: torch.cat([x, x + 2], axis))
     monkeypatch.setattr("seqblocks.kernels.dispatch.saves_launches", lambda x: True)
     part = torch.ones(1, 2, 2)
