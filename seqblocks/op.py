@@ -490,6 +490,7 @@ def field_kind(annotation: Any) -> FieldKind:
         return FieldKind("number", whole=options[0] is int, optional=optional)
     if options[0] is str:
         return FieldKind("word", optional=optional)
-    if isinstance(options[0], type) and issubclass(options[0], BaseModel):
+    # In Python 3.10, dict[...] is an instance of type too.
+    if typing.get_origin(options[0]) is None and isinstance(options[0], type) and issubclass(options[0], BaseModel):
         return FieldKind("mapping", optional=optional, entries=options[0])
     return FieldKind("value", optional=optional)

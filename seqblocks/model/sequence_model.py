@@ -15,6 +15,7 @@ from seqblocks.cost import dtype_named
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.kernels.int8 import scales
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.ops.rate import PartOfWindow
@@ -332,12 +333,16 @@ class SequenceModel(Body):
             return None
         found: TokenPlan | None
         if torch.compiler.is_compiling():
-            found = self.traced_plan if is_traceable(self) and x.numel() else None
+            found = self.traced_plan if self._is_traceable() and x.numel() else None
         else:
             found = self._current_plan() if x.numel() else None  # planned functions take a token or more
         if found is None or (x.is_floating_point() and x.dtype != found.dtype):
             return None
         return found
+
+    @constant  # as a method: the compiler of torch 2.9 passes no module to a function
+    def _is_traceable(self) -> bool:
+        return is_traceable(self)
 
     def _current_plan(self) -> TokenPlan | None:
         if dispatch.transformed():

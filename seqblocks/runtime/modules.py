@@ -180,7 +180,6 @@ def alone(module: StepModule, tensors: Sequence[Any], others: Mapping[str, Any])
     return Call(module.training, grid=Grid(size))
 
 
-@constant
 def _takes_call(child: nn.Module) -> bool:
     """Return whether a module passes on its arguments, like wrappers and the result of torch.compile.
 
@@ -189,6 +188,7 @@ def _takes_call(child: nn.Module) -> bool:
     return not is_linear(child) and _passes_arguments(type(child).forward) and not is_linear(_first_step(child))
 
 
+@constant
 @cache
 def _passes_arguments(forward: Callable[..., Any]) -> bool:
     if forward is nn.Module.forward:

@@ -15,7 +15,6 @@ from torch import nn
 
 from seqblocks.graph import ModelSpec, OpNode
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.kernels.joined import Matrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
@@ -40,7 +39,7 @@ class TracedWriter(PlanWriter):
     takes_half = False
 
     def child(self, parent: nn.Module, name: str) -> nn.Module:
-        self.source.add(f"{self.source.constant(_watch)}({self.source.constant(parent._modules)}[{name!r}])")
+        self.source.add(f"id({self.source.constant(parent._modules)}[{name!r}])")  # a compiler guards what it reads
         child = super().child(parent, name)
         self.can_run = self.can_run and not _runs_code_of_users(child)
         return child
@@ -107,7 +106,6 @@ class Traceable(Protocol):
     traced_plan: TokenPlan | None
 
 
-@constant
 def is_traceable(model: Traceable) -> bool:
     """Return whether a compiled step of this model can use a plan, which is then `model.traced_plan`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
@@ -124,8 +122,3 @@ def _runs_code_of_users(module: nn.Module) -> bool:
         return True
     own = {*PRIMITIVES, nn.Linear, *COMBINATORS, Body}  # Body: a layer of `repeat`
     return is_hooked(module) or type(module) not in own
-
-
-@constant
-def _watch(module: nn.Module) -> None:
-    """Make a compiler guard the identity of a module, as it does for arguments of a function that it does not trace."""
