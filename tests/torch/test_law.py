@@ -87,7 +87,9 @@ MADE_OF_OTHERS = (  # other models have their mixers too
     "qwen3_next_small", "jamba_small", "hybrid_small", "xlstm_125m_7_1", "centaurus_mlstm", "transformer_125m",
     "looped_small", "resformer_82m",
 )  # fmt: skip
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
+ALONE = [name for name in SMALL if name not in MADE_OF_OTHERS]
+OTHERS = [pytest.param(name, marks=pytest.mark.long if at % 2 else pytest.mark.slow)
+          for at, name in enumerate(MADE_OF_OTHERS)]
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def law_holds(
     check_law(made, seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, every=4, ci=1))
+@pytest.mark.parametrize("name", [*sampled(ALONE, every=4, ci=1), *OTHERS])
 @settings(max_examples=1)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start
@@ -133,9 +135,6 @@ def test_whole_is_chunks_is_steps(
     name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int
 ) -> None:
     law_holds(name, seq, cuts, resets, seed)
-
-
-ALONE = [name for name in SMALL if name not in MADE_OF_OTHERS]
 
 
 @pytest.mark.slow
