@@ -2,6 +2,9 @@
 
 They read a copy of the matrix in an order of their own, which takes as much memory as the matrix, and about as long to
 make as 50 tokens to compute. It is therefore kept for the next stream, as long as the matrix exists.
+
+In each call torch looks for an attribute `__torch_function__` of the copy, and C++ exceptions report that it has none:
+16 us, in which 0.3 MB of a matrix are read. It does not look while functions of Tensor subclasses are disabled.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ ZERO = 128  # the unsigned integer that stands for 0 of a token
 HALF_EXPONENT = 8  # the largest element of a matrix in 16 bits is scaled to between 2^7 and 2^8
 MAX_EXPONENT = 120  # so that the power of two is a number of float32
 BY_INT8: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
+BY_HALF: Any = torch.ops.quantized.linear_dynamic_fp16
 WORD_BYTES, ROW_WORDS = 8, 256
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 # Without the instructions of VNNI, FBGEMM adds pairs of products of 8 bits in 16 bits, in which they may not fit.
@@ -111,18 +115,17 @@ def int8_product(values: Tensor, scale: Tensor) -> Product | None:
     if copied is None:
         return _exact_product(values, scale) if HAS_FBGEMM and numerics.SLOW_INT8 else None
     # FBGEMM rounds by a given scale. With 1, integers stay as they are.
-    return lambda x: BY_INT8(x, 1.0, ZERO, copied)
+    return lambda x: _call(BY_INT8, x, 1.0, ZERO, copied)
 
 
 def _exact_product(values: Tensor, scale: Tensor) -> Product | None:
     copies = _exact.of(values)
     if copies is None:
         return None
-    multiply = torch.ops.quantized.linear_dynamic_fp16
 
     def product(x: Tensor) -> Tensor:
         parts = zip(x.split(numerics.EXACT_TERMS, 1), copies, strict=True)
-        return numerics.added_exactly([multiply(part, copied) for part, copied in parts]).mul_(scale)
+        return numerics.added_exactly([_call(BY_HALF, part, copied) for part, copied in parts]).mul_(scale)
 
     return product
 
@@ -136,7 +139,12 @@ def half_product(weight: Tensor, bias: Tensor | None) -> Product | None:
     if copied is None:
         return None
     matrix, scale = copied
-    multiply = torch.ops.quantized.linear_dynamic_fp16
     if bias is not None:
-        return lambda x: torch.add(bias, multiply(x, matrix), alpha=scale)
-    return (lambda x: multiply(x, matrix).mul_(scale)) if scale != 1.0 else lambda x: multiply(x, matrix)
+        return lambda x: torch.add(bias, _call(BY_HALF, x, matrix), alpha=scale)
+    return (lambda x: _call(BY_HALF, x, matrix).mul_(scale)) if scale != 1.0 else lambda x: _call(BY_HALF, x, matrix)
+
+
+def _call(op: Any, *operands: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        y: Tensor = op.default(*operands)
+    return y
