@@ -36,22 +36,31 @@ def cut(values: Any) -> Any:
 
 
 class PatchedLanguage:
-    """Patch Triton's language for the interpreter, as its own function does, but once per module and launch.
+    """Patch Triton's language for the interpreter, as its own function does, but once per module and launch, and find
+    what to patch once.
 
     The interpreter also patches it in every call of a device function, with the same result. That took more than half
     of the time of these tests.
     """
 
-    def __init__(self, patch: Callable[[Any], Any]) -> None:
-        self.patch = patch
+    def __init__(self, patch: Callable[[Any], Any], scope: Callable[[], Any]) -> None:
+        self.patch, self.scope = patch, scope
         self.modules: set[int] = set()  # whose names for the language are patched
+        self.patches: dict[int, list[tuple[Any, str, Any]]] = {}  # by the module of the launched kernel
 
     def __call__(self, function: Any) -> Any:
         """Return an object whose `restore` ends the launch."""
         module = id(function.__globals__)
         if module in self.modules:
             return None  # a call of a device function: its caller ignores the result
-        scope = self.patch(function)
+        if not self.modules and module in self.patches:
+            scope = self.scope()
+            for place, name, value in self.patches[module]:
+                scope.set_attr(place, name, value)
+        else:
+            scope = self.patch(function)
+            if not self.modules:
+                self.patches[module] = [(place, name, vars(place)[name]) for place, name, _ in scope._changes]
         self.modules.add(module)
         restore = scope.restore
 
@@ -121,7 +130,7 @@ def install() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.knows_bfloat16 = True
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves the patches in place after a launch
-        interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang)
+        interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang, interpreter._LangPatchScope)
     remember_types(interpreter, tl)
     options = interpreter.interpreter_builder.options
     if not options.debug:  # then a check that integers do not overflow is computed, and its result is not used
