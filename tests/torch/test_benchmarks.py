@@ -421,16 +421,14 @@ def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
     assert [(job, type(x)) for job, x in found[1:]] == [((60.0,), children.Late), ((0.0,), children.Late)]
 
 
-@pytest.mark.slow
-def test_a_missing_device_is_reported(root: Path) -> None:
+def test_a_missing_device_is_reported(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("tests the error without a CUDA device, and this machine has one")
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "no CUDA device" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 2
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_a_wrong_check_keeps_its_launches(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
