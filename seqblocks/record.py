@@ -58,8 +58,8 @@ class Record:
 
     def _replace(self, **changes: Any) -> Self:
         """Return a copy with some of its values changed."""
-        if unknown := changes.keys() - self._known:
-            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        if not self._known.issuperset(changes):
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(changes.keys() - self._known))}")
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__, **changes)
         return new

@@ -125,6 +125,9 @@ class WiredLayer(SequenceModel):
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer.spec)
         self._widths = layer.wires
+        whole = self.spec.input
+        self._own_input = whole.with_features(whole.features - sum(self._widths.values()))
+        self._wires = {name: whole.with_features(width) for name, width in self._widths.items()}
 
     def extra_repr(self) -> str:
         wires = ", ".join(f"{name} {width}" for name, width in self._widths.items())
@@ -170,10 +173,9 @@ class WiredLayer(SequenceModel):
             return x, others
         if missing := next((name for name in self._widths if name not in wires), None):
             raise RunError(f"the wire {missing} is missing: call layer(x, {', '.join(f'{n}=…' for n in self._widths)})")
-        own = whole.with_features(whole.features - sum(self._widths.values()))
-        arguments.check_input(own, x, "the layer", axes)
+        arguments.check_input(self._own_input, x, "the layer", axes)
         for name, tensor in wires.items():
-            arguments.check_input(whole.with_features(self._widths[name]), tensor, f"the wire {name}", axes)
+            arguments.check_input(self._wires[name], tensor, f"the wire {name}", axes)
             if tensor.shape[:-1] != x.shape[:-1]:
                 raise RunError(f"x is {list(x.shape)} and {name} {list(tensor.shape)}: they need the same tokens")
             if tensor.device != x.device:

@@ -77,8 +77,9 @@ def _plain(side: str) -> tuple[Axis, ...] | None:
     return axes if plain and len({*found}) == len(found) and " ".join(map(shown, axes)) == side else None
 
 
-def _parsed(pattern: str) -> Sides:
-    return parse(pattern)
+def _parsed(pattern: str) -> tuple[tuple[Axis, ...], ...]:
+    left, right = parse(pattern)
+    return left, right  # a plain tuple, since the compiler of torch 2.11 cannot unpack another
 
 
 # torch.compile runs it instead of tracing it, see kernels.dispatch.compiled.constant, which needs torch.

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.runtime.modules import Assignments, StepModule, is_hooked
 
 
@@ -23,9 +23,9 @@ class Updates:
     latest = object()
 
 
-@constant  # A compiled optimiser changes versions.
 def _note_update(*_: Any) -> None:
-    Updates.latest = object()
+    if not torch.compiler.is_compiling():  # A compiled optimiser changes versions.
+        Updates.latest = object()
 
 
 register_optimizer_step_post_hook(_note_update)
