@@ -88,8 +88,9 @@ def run(options: argparse.Namespace) -> int:
             if options.format != "json":
                 output.diagnostics(error, options)
             continue
-        records.append({"spec": spec, "ok": True, **_facts(file, model), **graph_of})
-        if options.format == "text" and not options.quiet:
+        if options.format != "text":
+            records.append({"spec": spec, "ok": True, **_facts(file, model), **graph_of})
+        elif not options.quiet:
             output.write(f"{visible(spec)}: ok, {_described(file, model)}")
     if options.format == "json":
         output.dump({"version": __version__, "ok": status == 0, "specs": records})

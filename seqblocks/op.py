@@ -70,6 +70,7 @@ class Port(NamedTuple):
     gate: bool = False
 
 
+FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 X = Port("x", "the input", main=True)
 ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 

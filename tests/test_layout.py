@@ -170,11 +170,13 @@ def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
             for alias in child.names:
                 inner = f"{base}.{alias.name}"
                 yield Import(inner if inner in MODULES else base, child.lineno, at_import)
+        elif isinstance(child, ast.expr):
+            continue  # an import is a statement
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for each in _imports(child, package, at_import=False):
                 yield each._replace(annotation=True)
         else:
-            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
             yield from _imports(child, package, at_import and not inside)
 
 

@@ -82,7 +82,8 @@ def install(archive: Path, folder: Path) -> Path:
     return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+# `built` has made the wheel from the unpacked source archive; pip would do so once more.
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=pytest.mark.long)])
 def site_packages(request, built, tmp_path_factory) -> Path:
     sdist, wheel, _ = built
     return install({"wheel": wheel, "sdist": sdist}[request.param], tmp_path_factory.mktemp("env") / request.param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.checks import check_map
@@ -24,12 +24,13 @@ from seqblocks.language.document import Mapping, Node
 from seqblocks.language.keys import required
 from seqblocks.language.spec import SpecFile
 from seqblocks.op import builtin_verbs
+from seqblocks.record import Record
 
 if TYPE_CHECKING:
     from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 
-class Lowered(NamedTuple):
+class Lowered(Record):
     """The result of lowering a file. After a fault, some steps are unknown nodes, which have no type.
 
     model: None if the file has none, or if its input is unknown. body: the steps of the model in any case.

@@ -433,7 +433,7 @@ class Graph(Record):
 
 def join(*parts: str) -> str:
     """Join the non-empty parts of a dotted name."""
-    return ".".join(p for p in parts if p)
+    return ".".join(filter(None, parts))
 
 
 def walk(graph: Graph) -> Iterator[Node]:

@@ -255,7 +255,7 @@ class _Reader:
 
     def read(self) -> Node | None:
         try:
-            for event in yaml.parse(self.source.text, Loader=_Loader):
+            for event in iter(_Loader(self.source.text).get_event, None):
                 if read := _READ.get(type(event)):
                     read(self, event)
         except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 """Evaluate arithmetic expressions: `2 * inner`, `round_up(expand * dim, 64)`, `0.1 * layer / max(layers - 1, 1)`.
 
-An expression is parsed to a Python syntax tree, checked against a short list of allowed nodes, and walked. It is never
-passed to `eval`, and its size, depth and magnitude are limited.
+An expression is parsed to a Python syntax tree, checked against a short list of allowed nodes, and turned into
+nested functions. It is never passed to `eval`, and its size, depth and magnitude are limited.
 
 A value may be `UNKNOWN`: it was invalid, or it is an argument without a value in an unused block. Every expression
 that uses an UNKNOWN value is UNKNOWN.
@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -30,6 +30,7 @@ MAX_NODES = 100
 MAX_MAGNITUDE = 10**18
 
 Number = int | float
+Compute = Callable[[Mapping[str, Any]], Any]  # computes a value from those of the names
 
 RESERVED = frozenset(("and", "or", "not", "if", "else", "True", "False", "None", "await", "yield"))
 """Words that are never names."""
@@ -190,13 +191,10 @@ class Expression(Record):
         is_condition: return whether it is true. Numbers other than 0 are true; words raise Fault (E502).
         """
         self.check_names(names)
-        if any(names[name] is UNKNOWN for name, _ in self.names):
+        if UNKNOWN in [names[name] for name, _ in self.names]:
             return UNKNOWN
         try:
-            if isinstance(self.tree, ast.Subscript) and not is_condition:
-                value = _value(self.tree, names)
-            else:
-                value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
+            value = self._condition(names) if is_condition else self._value(names)
         except _UnknownEntry:
             return UNKNOWN
         except ZeroDivisionError:
@@ -208,10 +206,17 @@ class Expression(Record):
             raise Fault("E502", f"{quote(self.text)} has no value: it compares a word with a number") from None
         except ValueError as error:
             raise Fault("E502", f"{quote(self.text)} has no value: {error}") from None
-        if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
+        if isinstance(value, (int, float)) and not abs(value) <= MAX_MAGNITUDE:
             raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
         return value
 
+    @cached_property
+    def _value(self) -> Compute:
+        return (_entry if isinstance(self.tree, ast.Subscript) else _number)(self.tree)
+
+    @cached_property
+    def _condition(self) -> Compute:
+        return _flag(self.tree)
 
     def bound(self, names: Mapping[str, Number]) -> str:
         """Return the expression as text, with numbers in place of these names."""
@@ -254,70 +259,94 @@ def byte_to_character(text: str, offset: int) -> int:
     return len(text) - len(stripped) + len(stripped.encode()[:offset].decode(errors="ignore"))
 
 
-def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _number(node: ast.expr) -> Compute:
+    """Return the function that computes a part of an expression. A formula of many features calls it for each."""
     match node:
-        case ast.Constant():
-            return node.value
+        case ast.Constant(value=constant):
+            return lambda names: constant
         case ast.Name() | ast.Subscript():
-            value = _value(node, names)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"'{ast.unparse(node)}' is {quote(str(value))}, not a number")
-            return value
-        case ast.BinOp():
-            left, right = _walk(node.left, names), _walk(node.right, names)
-            return _bounded(_BINARY[type(node.op)](left, right))
-        case ast.UnaryOp(op=ast.Not()):
-            return not _flag(node.operand, names)
-        case ast.UnaryOp():
-            return _UNARY[type(node.op)](_walk(node.operand, names))
-        case ast.Compare():
-            return _COMPARE[type(node.ops[0])](_any(node.left, names), _any(node.comparators[0], names))
-        case ast.BoolOp(op=ast.And()):
-            return all(_flag(each, names) for each in node.values)
-        case ast.BoolOp():
-            return any(_flag(each, names) for each in node.values)
-        case ast.IfExp():
-            return _walk(node.body if _flag(node.test, names) else node.orelse, names)
-        case ast.Call(func=ast.Name(id=name)):
-            read = _list if name == "len" else _walk
-            return _bounded(FUNCTIONS[name][0](*[read(a, names) for a in node.args]))
+            read = _entry(node)
+            return lambda names: _checked(read(names), node)
+        case ast.BinOp(left=left, op=op, right=right):
+            binary, a, b = _BINARY[type(op)], _number(left), _number(right)
+            return lambda names: _bounded(binary(a(names), b(names)))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            flag = _flag(operand)
+            return lambda names: not flag(names)
+        case ast.UnaryOp(op=op, operand=operand):
+            unary, a = _UNARY[type(op)], _number(operand)
+            return lambda names: unary(a(names))
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            compare, a, b = _COMPARE[type(op)], _any(left), _any(right)
+            return lambda names: compare(a(names), b(names))
+        case ast.BoolOp(op=op, values=values):
+            gather, flags = all if isinstance(op, ast.And) else any, [*map(_flag, values)]
+            return lambda names: gather(flag(names) for flag in flags)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            flag, a, b = _flag(test), _number(body), _number(orelse)
+            return lambda names: a(names) if flag(names) else b(names)
+        case ast.Call(func=ast.Name(id=name), args=args):
+            function, reads = FUNCTIONS[name][0], [*map(_list if name == "len" else _number, args)]
+            return lambda names: _bounded(function(*[read(names) for read in reads]))
     raise AssertionError(node)
 
 
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of a name, or an entry of a list that has a name. Raises _UnknownEntry and ValueError."""
+def _checked(value: Any, node: ast.expr) -> Number:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"'{ast.unparse(node)}' is {quote(str(value))}, not a number")
+    return value
+
+
+def _entry(node: ast.expr) -> Compute:
+    """Return the value of a name, or an entry of a list that has a name."""
     if isinstance(node, ast.Name):
-        return names[node.id]
+        return operator.itemgetter(node.id)
     assert isinstance(node, ast.Subscript)
-    entries, index = _list(node.value, names), _whole(_walk(node.slice, names))
+    of, entries, index = node.value, _list(node.value), _number(node.slice)
+    return lambda names: _chosen(entries(names), _whole(index(names)), of)
+
+
+def _chosen(entries: list[Any], index: int, node: ast.expr) -> Any:
     if not -len(entries) <= index < len(entries):
         count = f"{len(entries)} entr{'y' if len(entries) == 1 else 'ies'}"
-        raise ValueError(f"the index is {index}, and '{ast.unparse(node.value)}' has {count}")
+        raise ValueError(f"the index is {index}, and '{ast.unparse(node)}' has {count}")
     if entries[index] is UNKNOWN:
         raise _UnknownEntry
     return entries[index]
 
 
-def _list(node: ast.expr, names: Mapping[str, Any]) -> list[Any]:
-    entries = _value(node, names)
-    if isinstance(entries, list):
-        return entries
-    raise ValueError(f"'{ast.unparse(node)}' is {quote(str(entries))}, not a list")
+def _list(node: ast.expr) -> Compute:
+    read = _entry(node)
+
+    def entries(names: Mapping[str, Any]) -> list[Any]:
+        if isinstance(found := read(names), list):
+            return found
+        raise ValueError(f"'{ast.unparse(node)}' is {quote(str(found))}, not a list")
+
+    return entries
 
 
 class _UnknownEntry(Exception):
     """An entry of a list is UNKNOWN."""
 
 
-def _any(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Evaluate one side of a comparison: a number, or a name or an entry whose value is a word or a boolean."""
-    value = _value(node, names) if isinstance(node, ast.Name | ast.Subscript) else None
-    return value if isinstance(value, bool | str) else _walk(node, names)
+def _any(node: ast.expr) -> Compute:
+    """Return one side of a comparison: a number, or a name or an entry whose value is a word or a boolean."""
+    if not isinstance(node, ast.Name | ast.Subscript):
+        return _number(node)
+    read = _entry(node)
+    return lambda names: value if isinstance(value := read(names), (bool, str)) else _checked(value, node)
 
 
-def _flag(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    """Evaluate a condition. Numbers other than 0 are true."""
-    value = _any(node, names)
+def _flag(node: ast.expr) -> Compute:
+    """Return a condition. Numbers other than 0 are true."""
+    if isinstance(node, ast.Compare | ast.BoolOp):
+        return _number(node)
+    read = _any(node)
+    return lambda names: _truth(read(names), node)
+
+
+def _truth(value: Any, node: ast.expr) -> bool:
     if isinstance(value, str):
         word = quote(value) if isinstance(node, ast.Constant) else f"'{ast.unparse(node)}' is {quote(value)}"
         raise ValueError(f"{word}, neither true nor false: compare it, as in `{ast.unparse(node)} == 'none'`")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
-from seqblocks.op import ANY, Op, Over, Port, argument, primitive
+from seqblocks.op import ANY, FLOATS, Op, Over, Port, argument, primitive
 from seqblocks.parameters import LISTED, Init, Parameter
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
+from seqblocks.types import UNBOUNDED, Facts, Wire
 from seqblocks.widths import must_match
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_CONSTANT = 1e6  # magnitude of constants
 FORMULA_MAX_FEATURES = 4096  # of a formula, which is evaluated for each
-FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
 
 @primitive("identity")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 
 from seqblocks.errors import Fault, RunError, listing
-from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.op import FLOATS, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.types import UNBOUNDED, Facts, Tokens, Wire
 
@@ -45,14 +46,17 @@ class Reach(NamedTuple):
 @lru_cache(maxsize=256)
 def parse(pattern: str) -> Sides:
     """Read a pattern. Raises Fault (E413)."""
-    from einops import EinopsError
-    from einops.parsing import ParsedExpression
-
     parts = pattern.split("->")
     if len(parts) != 2:
         raise _fault("a pattern must have two sides", "seq (heads d) -> seq (d heads)", pattern)
     sides = []
     for part in parts:
+        if (plain := _plain(part.strip())) is not None:
+            sides.append(plain)
+            continue
+        from einops import EinopsError
+        from einops.parsing import ParsedExpression
+
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of a name that is a keyword of Python
@@ -63,6 +67,14 @@ def parse(pattern: str) -> Sides:
             raise _fault("every axis of a pattern must have a name", "a name, and its size: {…, n: 2}", part.strip())
         sides.append(tuple(tuple(axis) for axis in parsed.composition))
     return Sides(*sides)
+
+
+def _plain(side: str) -> tuple[Axis, ...] | None:
+    """Return the axes of a side that consists of names and groups of names, for which einops need not be imported."""
+    axes = tuple(tuple(axis.strip("()").split()) for axis in re.findall(r"\(.*?\)|\S+", side))
+    found = [*names(axes)]
+    plain = all(name.isidentifier() and name.isascii() and name.strip("_") == name != "axis" for name in found)
+    return axes if plain and len({*found}) == len(found) and " ".join(map(shown, axes)) == side else None
 
 
 def _parsed(pattern: str) -> Sides:
@@ -128,7 +140,7 @@ class _Axes(Op):
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     __pydantic_extra__: dict[str, Annotated[int, Field(ge=1, le=2**31)]]
 
-    ports: ClassVar[tuple[Port, ...]] = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)
+    ports: ClassVar[tuple[Port, ...]] = (Port("x", "the input", main=True, kinds=FLOATS),)
     reads = "all"
     open_keys = True
     may_drop: ClassVar[bool] = False  # whether names may be missing on the right

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from seqblocks.errors import RunError
-from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.op import FLOATS, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
@@ -27,7 +27,7 @@ class BatchNorm(Op):
     `num_batches_tracked`. It does not stream, and resets are an error.
     """
 
-    ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)
+    ports = (Port("x", "the input", main=True, kinds=FLOATS),)
     reads = "all"
     eps: float = argument(1e-5, "added to the variance", gt=0)
     momentum: float = argument(0.1, "share of the new batch in the running statistics", ge=0, le=1)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
 from seqblocks.language.keys import namespace_of
-from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.op import FLOATS, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.roles import Split
 from seqblocks.tape import Tape, Value, broadcast
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
+from seqblocks.types import UNBOUNDED, Facts, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from seqblocks.runtime.call import Call
 
 T = TypeVar("T")  # what a formula computes: tensors, or facts about them
-FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 X = Port("x", "the wire that a formula calls `x`", main=True, kinds=FLOATS, broadcast=True)
 
 
@@ -35,7 +34,12 @@ class _Ports:
     def __get__(self, op: Calc | None, owner: type[Calc]) -> tuple[Port, ...]:
         if op is None:
             return (X,)
-        return tuple(X if name == X.name else X._replace(name=name, main=False) for name in op.wires())
+        return tuple(map(_port, op.wires()))
+
+
+@lru_cache(maxsize=1024)
+def _port(name: str) -> Port:
+    return X if name == X.name else X._replace(name=name, main=False)
 
 
 @primitive("calc")
@@ -70,7 +74,8 @@ class Calc(Op):
         return {namespace_of(name): Parameter((1,), _initialiser(value), decay=False) for name, value in learned}
 
     def macs(self, *wires: Wire) -> int:
-        return _products(parse(self.formula), dict(zip(self.wires(), wires, strict=True)))
+        widths = {name: wire.features for name, wire in zip(self.wires(), wires, strict=True)}
+        return _products(program_of(self.formula), widths)[1]
 
     def splits(self, ranks: int, *wires: Wire) -> list[Split]:
         """Split by features. Each rank has the learned scalars, and wires of a width of 1, as a whole."""
@@ -158,30 +163,29 @@ def _merged(tree: ast.expr, a: _Operand, b: _Operand, wires: Mapping[str, Wire])
     (left, x), (right, y) = a, b
     if x is None or y is None:
         return _pointwise(x or y)
-    shown = [f"{ast.unparse(left)} {x}", f"{ast.unparse(right)} {y}"]
+    if "vector" not in (x.kind, y.kind) and (x.kind, x.places) != (y.kind, y.places):
+        code, what = "E406", "tokens"
+        expected = "the same tokens in both, or a vector, which is combined with each token"
+    elif x.features != y.features and 1 not in (x.features, y.features):
+        code, what = "E402", "widths"
+        expected = "the same width in both, or a width of 1"
+    else:
+        return (y if x.kind == "vector" else x).with_features(max(x.features, y.features))
+    found = f"{ast.unparse(left)} {x} and {ast.unparse(right)} {y}"
     read = dict.fromkeys(name.id for part in (left, right) for name in names_in(part) if name.id in wires)
     notes = tuple(note for name in read if (note := wires[name].origin_note(f"`{name}`")))[:3]
-    longer = y if x.kind == "vector" else x
-    if "vector" not in (x.kind, y.kind) and (x.kind, x.places) != (y.kind, y.places):
-        message = f"{quote(ast.unparse(tree))} combines wires with different tokens"
-        expected = "the same tokens in both, or a vector, which is combined with each token"
-        fault = Fault("E406", message, expected=expected, found=" and ".join(shown), notes=notes)
-        raise PartFault(fault, right)
-    if x.features != y.features and 1 not in (x.features, y.features):
-        message = f"{quote(ast.unparse(tree))} combines wires with different widths"
-        expected = "the same width in both, or a width of 1"
-        raise PartFault(Fault("E402", message, expected=expected, found=" and ".join(shown), notes=notes), right)
-    return longer.with_features(max(x.features, y.features))
+    message = f"{quote(ast.unparse(tree))} combines wires with different {what}"
+    raise PartFault(Fault(code, message, expected=expected, found=found, notes=notes), right)
 
 
-def _products(tree: ast.expr, wires: Mapping[str, Wire]) -> int:
-    """Return the products, quotients and powers for one token of the result."""
-    own = 0
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult | ast.Div | ast.Pow):
-        wire = result(tree, wires)
-        own = wire.features if wire else 1
-    parts = [part for part in ast.iter_child_nodes(tree) if isinstance(part, ast.expr)]
-    return own + sum(_products(part, wires) for part in parts)
+def _products(program: Program, widths: Mapping[str, int]) -> tuple[int, int]:
+    """Return the width of a part of a formula, and its products, quotients and powers for one token."""
+    name, *parts = program
+    if name in ("name", "number"):
+        return widths.get(parts[0], 1), 0
+    found = [_products(part, widths) for part in parts]
+    width = max(width for width, _ in found)
+    return width, sum(products for _, products in found) + width * (name in ("*", "/", "**"))
 
 
 _MONOTONIC: dict[str, Callable[[float], float]] = {

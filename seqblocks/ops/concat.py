@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.op import FLOATS, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import Op, argument, primitive
-from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State, output_and_state
@@ -61,6 +60,8 @@ class CausalConv(Op):
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
 
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
+        from seqblocks.ops.shift import window_after
+
         return window_after(x, self.kernel - 1, call)
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:

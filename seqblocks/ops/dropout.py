@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.op import ANY, FLOATS, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
@@ -65,7 +65,7 @@ class DropPath(Op):
     At the end of a branch of `parallel`, it drops the branch. For a residual branch, use `residual: {drop_path: p}`.
     """
 
-    ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)
+    ports = (Port("x", "the input", main=True, kinds=FLOATS),)
     random = True
     p: float = argument(..., "probability of zeroing a sample", ge=0, lt=1)
     source = "stochastic depth (arXiv:1603.09382)"

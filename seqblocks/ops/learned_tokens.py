@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, X, argument, primitive
-from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.op import FLOATS, Op, Port, X, argument, primitive
 from seqblocks.ops.concat import passes_on
 from seqblocks.parameters import Init, Parameter
 from seqblocks.tape import Tape, Value

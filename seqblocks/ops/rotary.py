@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
-from seqblocks.ops.positions import position_after
 from seqblocks.rotary_scaling import Scaling, unscaled
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
@@ -125,6 +124,8 @@ class Rotary(Op):
         return 2 * x.features
 
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
+        from seqblocks.ops.positions import position_after
+
         return position_after(x, call)
 
     def _rates(self, width: int, device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
 """Emulate bfloat16 and tf32 in Triton's interpreter, which multiplies the bits of bfloat16, truncates conversions to
-it, and computes tf32 dots with all digits. Prepare its language once per launch, instead of in every device function.
+it, and computes tf32 dots with all digits. Prepare its language once per launch, instead of in every device function,
+and each of its types once.
 
-Importing this module installs both. Dots of bfloat16 use the values, and float32 is rounded to nearest, ties to even,
-as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic on
+Importing this module installs all of it. Dots of bfloat16 use the values, and float32 is rounded to nearest, ties to
+even, as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic on
 bfloat16 stays wrong; the kernels convert to float32 first.
 """
 
@@ -35,22 +36,31 @@ def cut(values: Any) -> Any:
 
 
 class PatchedLanguage:
-    """Patch Triton's language for the interpreter, as its own function does, but once per module and launch.
+    """Patch Triton's language for the interpreter, as its own function does, but once per module and launch, and find
+    what to patch once.
 
     The interpreter also patches it in every call of a device function, with the same result. That took more than half
     of the time of these tests.
     """
 
-    def __init__(self, patch: Callable[[Any], Any]) -> None:
-        self.patch = patch
+    def __init__(self, patch: Callable[[Any], Any], scope: Callable[[], Any]) -> None:
+        self.patch, self.scope = patch, scope
         self.modules: set[int] = set()  # whose names for the language are patched
+        self.patches: dict[int, list[tuple[Any, str, Any]]] = {}  # by the module of the launched kernel
 
     def __call__(self, function: Any) -> Any:
         """Return an object whose `restore` ends the launch."""
         module = id(function.__globals__)
         if module in self.modules:
             return None  # a call of a device function: its caller ignores the result
-        scope = self.patch(function)
+        if not self.modules and module in self.patches:
+            scope = self.scope()
+            for place, name, value in self.patches[module]:
+                scope.set_attr(place, name, value)
+        else:
+            scope = self.patch(function)
+            if not self.modules:
+                self.patches[module] = [(place, name, vars(place)[name]) for place, name, _ in scope._changes]
         self.modules.add(module)
         restore = scope.restore
 
@@ -60,6 +70,36 @@ class PatchedLanguage:
 
         scope.restore = end
         return scope
+
+
+def remember_types(interpreter: Any, tl: Any) -> None:
+    """Make each type and shape once. The interpreter makes them again in every operation, in two fifths of its time."""
+    block, tensor, dtype_of = tl.block_type, tl.tensor, interpreter._get_np_dtype
+    make_block, make_tensor = block.__init__, tensor.__init__
+    blocks: dict[Any, dict[str, Any]] = {}  # by the type of an element and the shape
+    sizes: dict[int, tuple[Any, dict[str, Any]]] = {}  # of a tensor, by the identity of the shape, which is kept
+    dtypes: dict[str, Any] = {}  # of numpy, by the name of a type
+
+    def block_of(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def tensor_of(self: Any, handle: Any, kind: Any) -> None:
+        shape = kind.shape if kind.is_block() else None
+        if id(shape) not in sizes:
+            make_tensor(self, handle, kind)
+            sizes[id(shape)] = shape, {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(sizes[id(shape)][1], handle=handle, type=kind, dtype=kind.scalar)
+
+    def dtype(kind: Any) -> Any:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = dtype_of(kind)
+        return dtypes[kind.name]
+
+    block.__init__, tensor.__init__, interpreter._get_np_dtype = block_of, tensor_of, dtype
 
 
 def install() -> None:
@@ -90,7 +130,8 @@ def install() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.knows_bfloat16 = True
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves the patches in place after a launch
-        interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang)
+        interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang, interpreter._LangPatchScope)
+    remember_types(interpreter, tl)
     options = interpreter.interpreter_builder.options
     if not options.debug:  # then a check that integers do not overflow is computed, and its result is not used
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -11,6 +11,7 @@ from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import Diagnostic, SpecError
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
+from tests.sampled import slow
 
 
 def ahead(steps: str, input: str = "{features: 8}") -> tuple[int | str | None, str | None]:
@@ -144,6 +145,27 @@ def test_a_shared_body_is_counted_in_each_place() -> None:
     found = summarise(model)
     assert (found.lookahead, found.future) == (3, "down (<text>:5:2)")
     assert found.as_data()["lookahead"] == 3
+
+
+def test_a_block_is_named_where_its_lookahead_enters() -> None:
+    """`b` and `c` read equal inputs, because a shift undoes the lookahead before each: only that of `c` remains."""
+    uses = ", {shift: {by: 1}}, ".join(f"{{look: {{name: {name}}}}}" for name in "abc")
+    blocks = f"{{look: {{steps: [{CONV % '3, causal: false'}]}}}}"
+    _, model = check.load_text(f"seqblocks: 1\nblocks: {blocks}\nmodel: {{input: {{features: 8}}, steps: [{uses}]}}\n")
+    assert model
+    found = lookahead.find(model)
+    assert found
+    assert found.first
+    assert (found.tokens, found.first[0]) == (1, "c.conv1d")
+
+
+@pytest.mark.parametrize("name", ["ttt_small", slow("centaurus_denoiser"), slow("jamba_small"), slow("nemotron_h_4b")])
+def test_layers_with_equal_inputs_have_equal_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result for one layer, used again for the others, is that of computing each."""
+    model = check.load_model(name)
+    found = lookahead.of_outputs(model)
+    monkeypatch.setattr(lookahead, "_block", lookahead._run)
+    assert lookahead.of_outputs(model) == found
 
 
 def test_bundled_models() -> None:

@@ -152,7 +152,7 @@ def test_the_memory_of_training_is_estimated(given: str, steps: str, head: str, 
 def test_models_compile_and_export(given: str) -> None:
     model, x = build(given, GATE if "scores" in given else "").eval(), torch.randn(2, 11, 8, dtype=torch.float64)
     torch._dynamo.reset()
-    near([torch.compile(model, fullgraph=True, backend="aot_eager")(x)], [model(x)])
+    near([torch.compile(model, fullgraph=True, backend="eager")(x)], [model(x)])
     length = torch.export.Dim("length", min=5, max=4096)  # prefix and 2 tokens
     program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: length}}, strict=False).module()
     for seq in (5, 37):

@@ -1,17 +1,20 @@
 """Axes by patterns: values equal einops on plain tensors; checked shapes, streams, lookahead and errors."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
-from einops import rearrange, reduce
+from einops import EinopsError, rearrange, reduce
+from einops.parsing import ParsedExpression
 from torch import Tensor
 
 from seqblocks.analysis.check import load_text
 from seqblocks.analysis.passes.lookahead import find
-from seqblocks.errors import RunError
+from seqblocks.errors import Fault, RunError
 from seqblocks.model.builder import build_model, build_text
 from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.ops.axes import parse
 from seqblocks.testing import check_law
 from tests.draws import draw
 
@@ -353,3 +356,18 @@ model:
     assert torch.equal(build_text(text)(x), rearrange(x, "b (s n) f -> b s (n f)", n=2))
     other = build_text(text, set={"merged": "(seq n) f -> seq (f n)"})
     assert torch.equal(other(x), rearrange(x, "b (s n) f -> b s (f n)", n=2))
+
+
+@pytest.mark.filterwarnings("ignore:It is discouraged")
+def test_patterns_are_read_as_einops_reads_them() -> None:
+    short = product(("a", "b", "_", "1", "(", ")", " "), repeat=4)
+    for side in map("".join, (*short, "a as b", "axis b", "a_1 (b c)", "((a))", "a (b\tc)")):
+        try:
+            theirs = ParsedExpression(side.strip())
+        except EinopsError:
+            theirs = None
+        if theirs is None or theirs.has_non_unitary_anonymous_axes:
+            with pytest.raises(Fault):
+                parse(f"{side} -> a")
+        else:
+            assert parse(f"{side} -> a").left == tuple(map(tuple, theirs.composition))

@@ -122,17 +122,17 @@ def test_the_page_of_linear_attention(root: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
+def test_it_runs_and_writes_a_table(
+    cpu: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts processes itself, which measure memory."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is read from /proc, which is Linux's")
-    command = [sys.executable, "benchmarks/cpu.py", "--case", "centaurus_dws", "--length", "32"]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [*command, "--budget", "0.2", "--out", str(tmp_path)],
-        cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    page = Path(done.stdout.strip())
+    words = ["--case", "centaurus_dws", "--length", "32", "--threads", str(torch.get_num_threads())]
+    monkeypatch.setattr(sys, "argv", ["cpu.py", *words, "--budget", "0.2", "--out", str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    assert cpu.main() == 0
+    page = Path(capsys.readouterr().out.strip())
     text = page.read_text(encoding="utf-8")
     assert "| 32 | plain FFT |" in text
     records = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
@@ -421,16 +421,14 @@ def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
     assert [(job, type(x)) for job, x in found[1:]] == [((60.0,), children.Late), ((0.0,), children.Late)]
 
 
-@pytest.mark.slow
-def test_a_missing_device_is_reported(root: Path) -> None:
+def test_a_missing_device_is_reported(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("tests the error without a CUDA device, and this machine has one")
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "no CUDA device" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 2
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_a_wrong_check_keeps_its_launches(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_compiled_and_exported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_code_is_not_compiled_for_each_number_of_chosen_tokens(packed: bool) -> None:
     """24 batches of other sizes need one graph each time, and fewer programs than torch's limit."""
     model = build("above: 0.1").eval()

@@ -11,7 +11,7 @@ from tests.torch.judge import judge
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may produce warnings
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_composed_specs(part: int) -> None:
     accepted = sum(judge(compose(seed), seed) for seed in range(40 * part, 40 * (part + 1)))
     assert accepted >= 36  # of 40

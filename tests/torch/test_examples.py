@@ -27,9 +27,13 @@ def run(root: Path, *command: str, timeout: float = 120, threads: str | None = N
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/test_docs.py runs it in a clean clone, and CI
 def test_quickstart(root: Path) -> None:
-    printed = run(root, "examples/quickstart.py", "3")
+    quickstart(run(root, "examples/quickstart.py", "3"))
+
+
+def quickstart(printed: str) -> None:
+    """Check what the example prints."""
     assert re.search(r"1\. A model of [\d,]+ parameters, untrained, writes:\n\n    The .{160}\n", printed)
     assert re.search(r"3\. Now it writes:\n\n    The .{160}\n", printed)
     found = re.search(r"([\d.]+) bits per byte on text that it has not seen", printed)
@@ -73,18 +77,18 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["digits", "digits.png"]
 
 
-# Runs a script several times, each with other options and without one module, and prints exit statuses and messages.
+# Runs scripts several times, each with other options and without one module, and prints exit statuses and messages.
 REFUSALS = """
 import contextlib, io, json, runpy, sys
-script, out, runs = json.loads(sys.argv[1])
+out, runs = json.loads(sys.argv[1])
 found = []
-for missing, options in runs:
+for script, missing, options in runs:
     if missing:
         sys.modules[missing] = None
     sys.argv, printed, status = [script, "--out", out, *options], io.StringIO(), 0
     with contextlib.redirect_stderr(printed):
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(f"examples/{script}.py", run_name="__main__")
         except SystemExit as end:
             status = end.code
     if missing:
@@ -94,35 +98,28 @@ print(json.dumps(found))
 """
 
 
-def refusals(root: Path, out: Path, script: str, *runs: tuple[str, list[str]]) -> list[tuple[int, str]]:
-    """Run an example where it cannot start, all in one process: each without one module, and with options. Return exit
-    statuses and messages; it must leave no files."""
-    given = json.dumps([script, str(out), runs])
-    *_, last = run(root, "-c", REFUSALS, given).splitlines()
-    found = [(status, message) for status, message in json.loads(last)]
-    assert not [message for _, message in found if "Traceback" in message]
-    assert not out.exists()
-    return found
-
-
 @pytest.mark.slow
-def test_digits_says_what_is_missing_before_it_trains(root: Path, tmp_path: Path) -> None:
-    names = ("sklearn", "matplotlib")
-    found = refusals(root, tmp_path / "out", "examples/digits.py", *((name, []) for name in names))
-    for name, (status, message) in zip(names, found, strict=True):
-        assert status == 4
-        assert f"no {name}" in message
-        assert "pip install 'seqblocks[examples]'" in message
-
-
-@pytest.mark.slow
-def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
+def test_examples_refuse_what_they_cannot_do_before_they_train(root: Path, tmp_path: Path) -> None:
+    """Each runs without one module, then with wrong options, all in one process. They leave no files."""
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    options = (["--set", "depth"], ["--epochs", "0"], ["--spec", "vil_digit"])
-    found = refusals(root, tmp_path / "out", "examples/digits.py", *(("", each) for each in options))
-    assert [status for status, _ in found] == [2, 2, 2]
-    assert "vil_digit" in found[-1][1]
+    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
+    runs = [  # a script, a module that is absent, options, the exit status, and words of the message
+        *(("digits", name, "", 4, (f"no {name}", "pip install 'seqblocks[examples]'"))
+          for name in ("sklearn", "matplotlib")),
+        ("digits", "", "--set depth", 2, ()), ("digits", "", "--epochs 0", 2, ()),
+        ("digits", "", "--spec vil_digit", 2, ("vil_digit",)),
+        ("language", "", "--steps 0", 2, ()), ("language", "", f"--text {tmp_path / 'none.txt'}", 2, ()),
+        ("language", "", "--spec mamba_smal", 2, ("mamba_small",)),
+        ("language", "", f"--text {tmp_path / 'short.txt'}", 2, ("too short",)),
+    ]
+    given = json.dumps([str(tmp_path / "out"), [(script, name, options.split()) for script, name, options, *_ in runs]])
+    *_, last = run(root, "-c", REFUSALS, given).splitlines()
+    for each, (status, message) in zip(runs, json.loads(last), strict=True):
+        assert status == each[3], (each, message)
+        assert all(word in message for word in each[4]), (each, message)
+        assert "Traceback" not in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.long
@@ -159,16 +156,3 @@ def test_python_is_learned(root: Path, tmp_path: Path) -> None:
     """A fifth of the usual run reaches far less than 4.7 bits, the cost if only the frequencies of bytes are known."""
     _, bits = language(root, tmp_path / "out", "--steps", "48")
     assert max(bits.values()) < 3.5, bits
-
-
-@pytest.mark.slow
-def test_language_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
-    words = {
-        "--steps 0": "", f"--text {tmp_path / 'none.txt'}": "", "--spec mamba_smal": "mamba_small",
-        f"--text {tmp_path / 'short.txt'}": "too short",
-    }  # fmt: skip
-    found = refusals(root, tmp_path / "out", "examples/language.py", *(("", each.split()) for each in words))
-    for (status, message), word in zip(found, words.values(), strict=True):
-        assert (status, word in message) == (2, True), message

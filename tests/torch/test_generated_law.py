@@ -31,14 +31,14 @@ def obeys(chance: random.Random, seed: int, length: int) -> None:
 
 
 @pytest.mark.slow
-@settings(GENERAL, max_examples=30)
+@settings(GENERAL, max_examples=20)
 @given(chance=CHANCES, seed=st.integers(0, 1000), length=st.integers(1, 9))
 def test_whole_is_chunks_is_steps(chance: random.Random, seed: int, length: int) -> None:
     obeys(chance, seed, length)
 
 
 @pytest.mark.slow
-@settings(GENERAL, max_examples=OFTEN or 60)
+@settings(GENERAL, max_examples=OFTEN or 40)
 @given(chance=CHANCES, seed=st.integers(0, 1000), length=st.sampled_from([1, 2, 5, 12, 30, 70]))
 def test_whole_is_chunks_is_steps_for_longer_sequences(chance: random.Random, seed: int, length: int) -> None:
     """70 tokens are more than the chunk lengths of the kernels."""

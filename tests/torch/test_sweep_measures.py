@@ -18,7 +18,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.slow
 def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "READ", 32)  # sequences whose answers are counted
-    command = ("sweep", "mlstm_small", "--set", "dim=8,16", "--probe", "parity", "--steps", "3", "--bench", "step")
+    designs = ("mlstm_small", "--set", "dim=8,16", "--set", "depth=1")
+    command = ("sweep", *designs, "--probe", "parity", "--steps", "3", "--bench", "step")
     done = run_main(*command, "--seconds", "0.02", "--format", "json", "--out", "rows.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(done.stdout)["rows"]

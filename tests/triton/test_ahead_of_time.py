@@ -138,8 +138,8 @@ TYPICAL = {
     "slstm": ["slstm D=64 bf16 reverse resets", "slstm D=256 bf16", "slstm D=256 bf16"],
     "centaurus": ["centaurus M=8 bf16 segments reverse resets"],
     "linear_attention": [
-        "linear_attention D=128 bf16 per head", "linear_attention D=128 bf16 delta per key",
-        "linear_attention D=128 bf16 delta per head",
+        "linear_attention D=128 bf16 per head", "linear_attention D=64 fp32 delta",
+        "linear_attention D=128 bf16 delta per key",
     ],
 }
 

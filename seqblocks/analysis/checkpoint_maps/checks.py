@@ -34,7 +34,8 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
     is_whole = not ctx.run.report or _is_whole(ctx, body)
     if not is_whole:
         table = tuple(entry for entry in table if _is_settled(ctx, entry, body))
-    parted = not may_differ and any(node.directions for each in graph.bodies(body) for node in each.nodes)
+    inner = not may_differ and any("." in entry.ours for entry in table)  # whether a key may name a part of a scan
+    parted = inner and any(node.directions for each in graph.bodies(body) for node in each.nodes)
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:
@@ -238,7 +239,7 @@ class _Places:
         if key not in self._below:
             found: dict[int, Any] = {}
             if "{" in part:
-                matches = index_pattern(part).fullmatch
+                matches = str.isdecimal if key == "{}" else index_pattern(part).fullmatch
                 for name, members in self.named.items():
                     found |= members if matches(name) else {}
             else:

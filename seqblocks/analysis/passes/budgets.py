@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping as Table
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.values import number
@@ -17,13 +17,14 @@ from seqblocks.language.document import Mapping, Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import known_keys
 from seqblocks.language.spec import BUDGET_KEYS
+from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
 
 COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model of 7B parameters"
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 ROUNDING = 1e-9  # relative deviation of a figure that is not whole, as `written` shows it
-_WITH_UNIT = re.compile(r"(?P<value>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z%]+)")
+_WITH_UNIT = r"(?P<value>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z%]+)"  # compiled on first use
 
 
 def written(figure: float) -> str:
@@ -33,7 +34,7 @@ def written(figure: float) -> str:
     return f"{figure:,.10g}" if abs(figure) < 1e9 else f"{figure:,.1f}"
 
 
-class Limit(NamedTuple):
+class Limit(Record):
     """What one entry demands of a figure. kind: one of BUDGET_KEYS without the last."""
 
     kind: str
@@ -124,7 +125,7 @@ def _quantity(ctx: Context, node: Node, units: Table[str, float]) -> Any:
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         return number(ctx, node)
     plain = without_sign(node, node.value)
-    if given := _WITH_UNIT.fullmatch(plain.text):
+    if not plain.text[-1:].isdecimal() and (given := re.fullmatch(_WITH_UNIT, plain.text)):
         return _with_unit(ctx, node, given["value"], given["unit"], units)
     return number(ctx, plain)
 

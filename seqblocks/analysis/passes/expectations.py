@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping as Table
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from seqblocks import cost, graph
 from seqblocks.analysis.passes import budgets
@@ -19,6 +19,7 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN, parse
 from seqblocks.language.keys import known_keys
 from seqblocks.language.spec import SpecFile
+from seqblocks.record import Record
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _state_bytes(model: ModelSpec) -> int | None:
     return None if cost.open_context(model.graph) else cost.state_bytes(model.graph, "float32")
 
 
-class _Figure(NamedTuple):
+class _Figure(Record):
     """A figure of a model: the code of its fault, the units of its limits, and how it is computed."""
 
     code: str

@@ -24,7 +24,7 @@ WHOLE = math.inf  # the whole sequence
 SEQUENCES = ("sequence", "tokens")
 
 
-class Ahead(Record):
+class Ahead(NamedTuple):
     """The lookahead of a value: the rest of a window of `window` input tokens, and `extra` further tokens.
 
     A negative number means that only earlier tokens are read, as after a shift.
@@ -60,12 +60,13 @@ CONTEXT = Ahead(context=True)
 Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step, for its output
 
 
-class _Walk(NamedTuple):
+class _Walk(Record):
     """How a body is run. steps: None if the steps are not listed; backwards: from the last token to the first."""
 
     steps: Steps | None
     exports: dict[int, Ahead]  # of the values that bodies export, so far
     backwards: bool = False
+    blocks: dict[tuple[object, ...], Ahead] | None = None  # results of bodies that layers share; None to list all steps
 
 
 def find(model: ModelSpec) -> Ahead | None:
@@ -82,7 +83,7 @@ def of_outputs(model: ModelSpec) -> dict[str, Ahead]:
     outputs = {name: value for name, value in results.items() if _has_tokens(model.types[value])}
     if not outputs or model.input.kind not in SEQUENCES:
         return {}
-    known = _values(model.graph, _inputs(model), "", _Walk({}, {}))
+    known = _values(model.graph, _inputs(model), "", _Walk({}, {}, blocks={}))
     return {name: known[value] for name, value in outputs.items()}
 
 
@@ -158,13 +159,8 @@ def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dic
 def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if graph.is_context(node):
         return CONTEXT
-    read = [known[value] for value in node.at_ports]
     if isinstance(node, graph.OpNode):
-        reads_whole = any(not known[v].context for v in node.whole_inputs)
-        if node.other_rate:
-            read = _complete(node, known)
-            reads_whole |= walk.backwards
-        return _op(node, read, path, reads_whole, walk.backwards)
+        return _op(node, known, path, walk.backwards)
     if isinstance(node, graph.ScanNode):
         return _scan(node, known, path, walk)
     if isinstance(node, graph.EachNode):
@@ -172,17 +168,29 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if isinstance(node, graph.ChooseNode):
         return _choose(node, known, path, walk)
     if isinstance(node, graph.RepeatNode):
-        (result,) = read
+        (result,) = (known[value] for value in node.at_ports)
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
             known = {**known, **{value: walk.exports[value] for value in body.exports}}
         return result
     if isinstance(node, graph.BlockNode):
-        return _run(node.bodies[""], {inside: known[value] for value, inside in node.links}, path, walk)
+        return _block(node.bodies[""], {inside: known[value] for value, inside in node.links}, path, walk)
     if isinstance(node, graph.CellNode):
         return _cell(node, known, path, walk)
     results = [_run(body, known, graph.join(path, label), walk) for label, body in node.bodies.items()]
-    return _most([*(read if isinstance(node, graph.ResidualNode) else []), *results])
+    read = node.at_ports if isinstance(node, graph.ResidualNode) else ()
+    return _most([*(known[value] for value in read), *results])
+
+
+def _block(body: Graph, inner: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of a block: that of another layer with equal inputs, unless it names a step inside."""
+    key = id(body), walk.backwards, *inner.items()
+    if walk.blocks and key in walk.blocks:
+        return walk.blocks[key]
+    made = _run(body, inner, path, walk)
+    if walk.blocks is not None and not body.exports and made.first in (None, *(each.first for each in inner.values())):
+        walk.blocks[key] = made
+    return made
 
 
 def _cell(node: graph.CellNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
@@ -208,13 +216,15 @@ def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _W
     return Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), mixes, later=WHOLE)
 
 
-def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
-    """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
-    most = _most(read)
+def _op(node: graph.OpNode, known: dict[int, Ahead], path: str, backwards: bool) -> Ahead:
     made = node.type.rate if node.type else 1
-    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
-    rate = made if node.other_rate else rate
-    if reads_whole or (backwards and made != rate):  # windows in reverse may be others
+    if other_rate := node.other_rate:
+        most, rate = _most(_complete(node, known)), made
+    else:
+        most = _most([known[value] for value in node.at_ports])
+        rate = max([wire.rate for wire in node.wires if wire and not wire.context], default=1)
+    reads_whole = any(not known[value].context for value in node.whole_inputs)
+    if reads_whole or (backwards and (other_rate or made != rate)):  # windows in reverse may be others
         adds: Tokens = WHOLE
     else:
         adds = node.op.looks_back(*node.wires) if backwards else node.op.looks_ahead(*node.wires)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context, Layers
@@ -17,6 +16,7 @@ from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
+from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
 
 _WORD = r"(?P<word>[^\W\d]\w*)\s*"
@@ -27,7 +27,7 @@ _WIRE = r"\s*(?P<wire>\w+(?:\.\w+)*)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
 _RANGE = _WORD + r"\[(?P<first>[^:\[\]]*):(?P<last>[^:\[\]]*)\]\s*\.\s*(?P<wire>\w+(?:\.\w+)*)\s*"
 
 
-class LayerWire(NamedTuple):
+class LayerWire(Record):
     """A reference to a wire of a layer: parts of a text, each with its place in it.
 
     default: the wire to read if there is none.
@@ -39,7 +39,7 @@ class LayerWire(NamedTuple):
     default: tuple[int, str] | None
 
 
-class LayerRange(NamedTuple):
+class LayerRange(Record):
     """A reference to the wires of several layers: parts of a text, each with its place in it.
 
     ends: the first layer and the one after the last, as in Python; None: from the first one, up to the last one.

@@ -31,20 +31,26 @@ class Names(abc.Mapping[str, Any]):
         self.is_of_repeat = False  # whether its names are those of the number of a layer
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.pending:
-            self._compute(name)
-        if name in self.known:
-            return self.known[name]
-        if self.outer is not None and name in self.outer:
-            return self.outer[name]
-        if self.incomplete:
+        scope: Names | None = self
+        while scope is not None:
+            if name in scope.pending:
+                scope._compute(name)
+            if name in scope.known:
+                return scope.known[name]
+            scope = scope.outer
+        if self.incomplete or name in self:
             return UNKNOWN
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
-        if name in self.known or name in self.pending or (self.outer is not None and name in self.outer):
-            return True
-        return self.incomplete and isinstance(name, str) and name.isidentifier()
+        scope: Names | None = self
+        incomplete = False
+        while scope is not None:
+            if name in scope.known or name in scope.pending:
+                return True
+            incomplete |= scope.incomplete
+            scope = scope.outer
+        return incomplete and isinstance(name, str) and name.isidentifier()
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self.known, **self.pending, **dict.fromkeys(() if self.outer is None else self.outer)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping as MappingOf
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
@@ -20,14 +20,16 @@ from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, byte_to_character
 from seqblocks.language.formulas import PartFault, fold, names_in, parse
 from seqblocks.language.keys import namespace_of
-from seqblocks.ops.calc import FLOATS, Calc, X, result
+from seqblocks.op import FLOATS
+from seqblocks.ops.calc import Calc, X, result
 from seqblocks.parameters import Init
+from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
 
 _INSIDE_ANOTHER_STEP = r"[A-Za-z_]\w*(?:\.-?\d+|\[[^\]]*\])?\.[A-Za-z_]\w*"  # `layers.0.v`, or the output of a block
 
 
-class _Formulas(NamedTuple):
+class _Formulas(Record):
     """What the formulas of one step share: the wire `x` and its learned scalars, which the first formula owns."""
 
     step: Step
@@ -36,11 +38,12 @@ class _Formulas(NamedTuple):
     first: list[graph.Node]  # the node of the first formula, once there is one
 
 
-class _Reading(NamedTuple):
+class _Reading(Record):
     """What the names of a formula stand for."""
 
     inputs: dict[str, tuple[int, ...]]
     learned: list[str]
+    names: list[ast.Name]  # in the order of the text
     known: bool  # whether all names stand for something known
 
 
@@ -87,7 +90,7 @@ def _make(
     wires = {name: wire for name, (value,) in reading.inputs.items() if (wire := ctx.run.types[value])}
     if len(wires) < len(reading.inputs):
         return None
-    for name in names_in(tree):
+    for name in reading.names:
         if name.id in wires and wires[name.id].kind not in FLOATS:
             message, hint = f"{step.verb} cannot read token ids", "embed the tokens first, with embed"
             raise PartFault(Fault("E403", message, found=f"{wires[name.id]}", hint=hint), name)
@@ -136,8 +139,8 @@ def _read_names(
     numbers, wires = ctx.scope(node.text), ctx.body.wires
     inputs: dict[str, tuple[int, ...]] = {}
     scalars: dict[str, None] = {}
-    known = True
-    for part in names_in(tree):
+    names, known = names_in(tree), True
+    for part in names:
         name = part.id
         if name in learned:
             scalars[name] = None
@@ -152,9 +155,9 @@ def _read_names(
             known = False
             if not ctx.body.incomplete:
                 _report_unknown(ctx, node, part, learned)
-    numbers_read = [part for part in names_in(tree) if part.id not in inputs and part.id not in scalars]
+    numbers_read = [part for part in names if part.id not in inputs and part.id not in scalars]
     ctx.refer(node.text, node, [(part.id, byte_to_character(node.text, part.col_offset)) for part in numbers_read])
-    return _Reading(inputs, [*scalars], known)
+    return _Reading(inputs, [*scalars], names, known)
 
 
 def _read_x(ctx: Context, step: Step, shared: _Formulas) -> tuple[int, ...]:

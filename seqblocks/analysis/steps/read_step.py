@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
-from typing import NamedTuple
 
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.references import References
@@ -17,10 +16,11 @@ from seqblocks.language.arguments import STEP_KEYS, Argument
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Block
 from seqblocks.op import Op
+from seqblocks.record import Record
 from seqblocks.suggestions import key_hint, missing_colon, nearest, why_needless
 
 
-class InLine(NamedTuple):
+class InLine(Record):
     """A step whose steps belong to the list around it, and these; none if they are no list."""
 
     step: Step
