@@ -71,6 +71,8 @@ def _check_file(path: Path) -> None:
     if path.is_dir() or not parent.is_dir():
         why = "it is a folder" if path.is_dir() else f"there is no folder {visible(str(parent))}"
         raise UsageError(f"--plot {visible(str(path))}: {why}")
+    if path.suffix.lower() != ".svg":
+        raise UsageError(f"--plot takes the name of a file that ends in .svg, not {visible(str(path))}")
 
 
 def _trained(

@@ -51,14 +51,15 @@ def run(options: argparse.Namespace) -> int:
         if not rows:
             raise
         failure = error
-    _print(found, rows, front, options)
+    left_out = 0 if status or failure else found.points - len(rows)
+    if not (status or left_out) and all(row.fault for row in rows):
+        status = SpecError.exit_status
+    _print(found, rows, front, options, is_valid=status != SpecError.exit_status, left_out=left_out)
     if failure:
         raise failure
-    if status and options.format == "text" and not options.quiet:
+    if status == INTERRUPTED and options.format == "text" and not options.quiet:
         again = f"; the same command continues {visible(options.out)}" if options.out else ""
         output.write(f"interrupted: these are the designs that were done{again}")
-    if not status and rows and all(row.fault for row in rows):
-        status = SpecError.exit_status
     return status
 
 
@@ -207,14 +208,14 @@ def _stream(found: Sweep, options: argparse.Namespace) -> int:
     """Print lines of CSV as they are found."""
     columns = found.columns
     output.write(tables.csv(_head(found, columns), []))
-    row, is_valid = None, False
+    invalid = 0
     try:
         for row in _resumed(found, options):
             output.write(tables.csv(_cells(columns, row), []), flush=True)
-            is_valid |= not row.fault
+            invalid += bool(row.fault)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return SpecError.exit_status if row and not is_valid else 0
+    return SpecError.exit_status if invalid == found.points else 0
 
 
 def _head(found: Sweep, columns: list[str]) -> list[str]:
@@ -225,8 +226,11 @@ def _cells(columns: list[str], row: Row) -> list[Any]:
     return [*row.values.values(), *(row.figures.get(name) for name in columns), row.fault]
 
 
-def _print(found: Sweep, rows: list[Row], front: list[str], options: argparse.Namespace) -> None:
-    columns = found.columns
+def _print(
+    found: Sweep, rows: list[Row], front: list[str], options: argparse.Namespace, is_valid: bool, left_out: int
+) -> None:
+    """Print all rows. is_valid: whether some point is. left_out: points that do not meet --where."""
+    columns, invalid = found.columns, sum(bool(row.fault) for row in rows)
     if options.ladder:
         rows, columns = ladder(rows, options.ladder), ["budget", *columns]
     if front:
@@ -234,8 +238,8 @@ def _print(found: Sweep, rows: list[Row], front: list[str], options: argparse.Na
         rows = [row._replace(figures={**row.figures, "front": mark}) for row, mark in zip(rows, marks, strict=True)]
         columns = [*columns, "front"]
     if options.format == "json":
-        data = [row.as_data() for row in rows]
-        output.dump({"version": __version__, "ok": True, "spec": options.spec, "points": found.points, "rows": data})
+        data = {"points": found.points, "rows": [row.as_data() for row in rows]}
+        output.dump({"version": __version__, "ok": is_valid, "spec": options.spec, **data})
         return
     if options.format == "csv":
         output.write(tables.csv(_head(found, columns), [_cells(columns, row) for row in rows]))
@@ -248,7 +252,7 @@ def _print(found: Sweep, rows: list[Row], front: list[str], options: argparse.Na
     else:
         output.write(tables.aligned(header, cells, 0))
         if not options.quiet:
-            _remarks(found, rows, front)
+            _remarks(found, front, {"invalid": invalid, "left out by --where": left_out})
 
 
 def _table(found: Sweep, rows: list[Row], columns: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -271,10 +275,10 @@ def _table(found: Sweep, rows: list[Row], columns: list[str]) -> tuple[list[str]
     return header, cells
 
 
-def _remarks(found: Sweep, rows: list[Row], front: list[str]) -> None:
-    invalid = sum(bool(row.fault) for row in rows)
-    wrong = f", {invalid:,} of them invalid" if invalid else ""
-    lines = [f"{found.points:,} point{'s' * (found.points > 1)}{wrong}"]
+def _remarks(found: Sweep, front: list[str], missing: dict[str, int]) -> None:
+    """Print what follows the table. missing: how many points have no figures, by reason."""
+    parts = [f"{count:,} of them {why}" for why, count in missing.items() if count]
+    lines = [", ".join([f"{found.points:,} point{'s' * (found.points > 1)}", *parts])]
     lines.append(
         f"train FLOPs: three times a forward pass, for {found.tokens_per_parameter:g} tokens per parameter"
         + " (Chinchilla)" * (found.tokens_per_parameter == designs_of.CHINCHILLA)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from seqblocks.architect.steps import Step
+from seqblocks.architect.steps import PREVIOUS, Read, Step
 
 Kind = Literal["added", "removed", "moved", "renamed", "changed"]
 Path = tuple[str, ...]
@@ -44,14 +44,38 @@ class _Found(NamedTuple):
 
 def changes(a: list[Step], b: list[Step]) -> list[Change]:
     """Return the changes that make the steps of A those of B, those of equal layers as one."""
-    return _merged([*_in_body(a, b, ())])
+    return _merged([*_in_body(a, b, (), _Wires(set(), (set(), set())))])
+
+
+class _Wires(NamedTuple):
+    """The values that steps which are the same make in A and in B, as pairs, and all those of A and of B in them."""
+
+    pairs: set[Pair]
+    paired: tuple[set[int], set[int]]
+
+    def add(self, a: Step, b: Step) -> None:
+        for pair in zip(a.outputs, b.outputs, strict=False):
+            self.pairs.add(pair)
+            for values, value in zip(self.paired, pair, strict=True):
+                values.add(value)
+
+    def same(self, a: Read, b: Read) -> bool:
+        """Return whether two reads are of the same wire: the step before, or what the same step makes under any name.
+
+        Of steps that are not the same, and of inputs, by a name.
+        """
+        if PREVIOUS in a.names & b.names or (a.value, b.value) in self.pairs:
+            return True
+        return not (a.value in self.paired[0] or b.value in self.paired[1]) and bool(a.names & b.names)
 
 
 # --- one body ---------------------------------------------------------------------------------------------------------
 
 
-def _in_body(a: list[Step], b: list[Step], path: Path) -> Iterator[_Found]:
+def _in_body(a: list[Step], b: list[Step], path: Path, wires: _Wires) -> Iterator[_Found]:
     kept, moved = _aligned(a, b)
+    for at, to in (*kept, *moved):
+        wires.add(a[at], b[to])
     old, new = ({pair[side] for pair in (*kept, *moved)} for side in (0, 1))
     for at, step in enumerate(a):
         if at not in old:
@@ -64,13 +88,13 @@ def _in_body(a: list[Step], b: list[Step], path: Path) -> Iterator[_Found]:
             continue
         if (origin[to], to) in moved:
             yield _Found("moved", own, step.verb, (("place", str(origin[to]), str(to)),))
-        yield from _in_step(a[origin[to]], step, own)
+        yield from _in_step(a[origin[to]], step, own, wires)
 
 
-def _in_step(a: Step, b: Step, path: Path) -> Iterator[_Found]:
+def _in_step(a: Step, b: Step, path: Path, wires: _Wires) -> Iterator[_Found]:
     if a.name != b.name and (a.named or b.named):
         yield _Found("renamed", path, b.verb, (("name", a.name, b.name),))
-    details = tuple(_details(a, b))
+    details = tuple(_details(a, b, wires))
     if any(what != "output" for what, _, _ in details):  # alone, it follows from another step's
         yield _Found("changed", path, b.verb, details)
     for label, steps in a.bodies.items():
@@ -78,7 +102,7 @@ def _in_step(a: Step, b: Step, path: Path) -> Iterator[_Found]:
         if label not in b.bodies:
             yield _Found("removed", inner, _only_verb(steps), (), sum(step.params for step in steps))
         else:
-            yield from _in_body(steps, b.bodies[label], inner)
+            yield from _in_body(steps, b.bodies[label], inner, wires)
     for label, steps in b.bodies.items():
         if label not in a.bodies:
             inner = (*path, label) if label else path
@@ -89,7 +113,7 @@ def _only_verb(steps: list[Step]) -> str:
     return steps[0].verb if len(steps) == 1 else f"{len(steps)} steps"
 
 
-def _details(a: Step, b: Step) -> Iterator[tuple[str, str, str]]:
+def _details(a: Step, b: Step, wires: _Wires) -> Iterator[tuple[str, str, str]]:
     if a.verb != b.verb:
         yield "verb", a.verb, b.verb
     for name in dict.fromkeys((*a.own, *b.own)):
@@ -98,13 +122,15 @@ def _details(a: Step, b: Step) -> Iterator[tuple[str, str, str]]:
             yield name, before, after
     for port in dict.fromkeys((*a.reads, *b.reads)):
         old, new = a.reads.get(port, ()), b.reads.get(port, ())
-        # a wire may be read by its name or as the output of the step before; both may be the same wire
-        if len(old) != len(new) or not all(one & other for one, other in zip(old, new, strict=True)):
-            yield f"reads {port}", _wires(old), _wires(new)
+        if len(old) != len(new) or not all(map(wires.same, old, new)):
+            before, after = " + ".join(map(_name, old)), " + ".join(map(_name, new))
+            if before == after:  # the name of another wire
+                before, after = (" + ".join(wire.source or _name(wire) for wire in each) for each in (old, new))
+            yield f"reads {port}", before, after
 
 
-def _wires(names: Sequence[frozenset[str]]) -> str:
-    return " + ".join(min(each, key=lambda name: (name == "the step before", name), default="?") for each in names)
+def _name(wire: Read) -> str:
+    return min(wire.names, key=lambda name: (name == PREVIOUS, name), default="?")
 
 
 # --- which steps of two bodies are the same ---------------------------------------------------------------------------
@@ -172,16 +198,19 @@ def _in_gap(a: list[Step], b: list[Step], free: list[int], other: list[int]) -> 
 
 
 def _elsewhere(a: list[Step], b: list[Step], pairs: list[Pair]) -> list[Pair]:
-    """Match equal steps that are left over, in any order."""
+    """Match steps that are left over, in any order: equal ones, then those whose outputs alone differ."""
     olds, news = {at for at, _ in pairs}, {to for _, to in pairs}
-    free: dict[Any, list[int]] = {}
-    for to, step in enumerate(b):
-        if to not in news:
-            free.setdefault(step.key(), []).append(to)
     found = []
-    for at, step in enumerate(a):
-        if at not in olds and (places := free.get(step.key())):
-            found.append((at, places.pop(0)))
+    for key in (Step.key, Step.loose_key):
+        free: dict[Any, list[int]] = {}
+        for to, step in enumerate(b):
+            if to not in news:
+                free.setdefault(key(step), []).append(to)
+        for at, step in enumerate(a):
+            if at not in olds and (places := free.get(key(step))):
+                found.append((at, places.pop(0)))
+                olds.add(at)
+                news.add(found[-1][1])
     return found
 
 

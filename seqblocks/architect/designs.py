@@ -91,6 +91,8 @@ def _named(text: str) -> Design:
     else:
         folders = (Path(spec), Path(spec, CHECKPOINT))
         saved = next((each for each in folders if os.path.isfile(each / RECORD)), None)
+        if saved is None and os.path.isdir(spec):
+            raise UsageError(f"{visible(spec)} has no model written by seqblocks.save or seqblocks try")
         found = _saved(saved) if saved else Design(text, *locate(spec))
     return found._replace(label=text, overrides={**found.overrides, **overrides})
 

@@ -92,7 +92,8 @@ class Difference(Record):
         """Return all differences as text; of equal designs, that they are equal."""
         if not self:
             values = "" if self.tensors is None else ", the values"
-            return f"{self.labels[1]} has the figures, the steps{values} and the names of weights of {self.labels[0]}"
+            same = f"{self.labels[1]} has the figures, the steps{values} and the names of weights of {self.labels[0]}"
+            return "\n".join([*self.fault_lines(), same])
         steps = ["steps", *(f"  {change_line(each)}" for each in self.structure)] if self.structure else []
         faults, weights = "\n".join(self.fault_lines()), "\n".join(self.weight_lines())
         parts = [faults, _aligned(*self.fact_table()), "\n".join(steps), weights, _aligned(*self.tensor_table())]
@@ -219,7 +220,10 @@ def _ends(a: ModelSpec | None, b: ModelSpec | None) -> list[Change]:
     """Return the change of the model's inputs and outputs."""
     if a is None or b is None:
         return []
-    pairs = (("input", a.input_text, b.input_text), ("output", a.output_text, b.output_text))
+    before, after = (f"{rate:,g} Hz" if (rate := model.input.sample_rate) else "" for model in (a, b))
+    pairs = (
+        ("input", a.input_text, b.input_text), ("sample rate", before, after), ("output", a.output_text, b.output_text),
+    )  # fmt: skip
     details = tuple(each for each in pairs if each[1] != each[2])
     return [Change("changed", "model", "", details)] if details else []
 

@@ -84,7 +84,7 @@ class Estimate:
         return markdown(*self._table(depth))
 
     def csv(self, depth: int | None = None) -> str:
-        rows = ([step, *sizes.values(), sum(sizes.values())] for step, sizes in self.rows(depth))
+        rows = ([step or "loss", *sizes.values(), sum(sizes.values())] for step, sizes in self.rows(depth))
         return csv(["step", *KINDS, "sum"], rows)
 
     def _table(self, depth: int | None) -> tuple[list[str], list[list[str]]]:

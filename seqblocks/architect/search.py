@@ -80,7 +80,7 @@ class Search:
         self.count = max([ties, *(each.at for each in targets)]) + 1  # of the figures
         self.known: dict[Point, Figures] = {}
         self.ranking: list[Key] = []  # the keys of the valid points that were looked at, in order
-        self.faults: dict[Point, dict[str, int]] = {}  # by line of the grid, how often each fault was found
+        self.faults: dict[Point, dict[str, tuple[int, int]]] = {}  # by line of the grid, the ends of each fault
         self.modes: list[list[str]] = []  # by figure and axis: "+" rises, "-" falls, "=" neither
         self.row = max(range(len(values)), key=lambda axis: (ordered[axis], self.sizes[axis]))
 
@@ -117,18 +117,20 @@ class Search:
         return found
 
     def _note_fault(self, point: Point, why: str) -> None:
-        for axis in range(len(point)):
+        for axis, index in enumerate(point):
             faults = self.faults.setdefault((axis, *point[:axis], *point[axis + 1 :]), {})
-            faults[why] = faults.get(why, 0) + 1
+            low, high = faults.get(why, (index, index))
+            faults[why] = min(low, index), max(high, index)
 
     def _inferred_fault(self, point: Point) -> str | None:
-        """Return the fault of a point, if two points that differ from it in one value have literally the same fault.
+        """Return the fault of a point, if two points on both sides of it along an axis have literally the same fault.
 
         What it says then does not depend on that value: with 5 heads for a width of 64, another depth does not help.
+        Two on one side do not suffice: with `dim // 64` heads, each width below 64 has the same fault.
         """
-        for axis in range(len(point) if len(point) > 1 and self.small < INFINITE else 0):
-            faults = self.faults.get((axis, *point[:axis], *point[axis + 1 :]), {})
-            why = next((why for why, times in faults.items() if times > 1), None)
+        for axis, index in enumerate(point if len(point) > 1 and self.small < INFINITE else ()):
+            faults = self.faults.get((axis, *point[:axis], *point[axis + 1 :]), {}) if self.ordered[axis] else {}
+            why = next((why for why, (low, high) in faults.items() if low < index < high), None)
             if why is not None:
                 return why
         return None

@@ -45,19 +45,20 @@ def scan(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
     keeps = [gates, *([2 * plan.pairs * B * H * item, tokens * item] if small else [])]
     rows = plan.together * H * item
     states, weights, width = rows * (DK * DV + DK), rows * plan.most, rows * plan.L
-    beside = plan.together > 1 or q.item != item  # the operands of a chunk are copied
+    beside = plan.together > 1 or q.item != item  # the gradients of a chunk's operands are not written in place
+    copied = beside and (H > 1 or q.item != item)  # so are its operands: with one head, a chunk is a view
     # The weights of pairs of a few chunks are differences of exact numbers.
     few = max(1, min(plan.chunks, PART_PAIRS // (plan.together * H * plan.L**2)))
     exact = few * plan.together * H * min(BLOCK_QUERIES, plan.L) * plan.L * GATE_BYTES
     # Forward: the operands of a chunk, the weights of its pairs twice, its numerator, and the state before and after.
-    during = (width * (2 * DK + DV) if beside else 0) + width * DV + (2 * states if enters else 0)
+    during = (width * (2 * DK + DV) if copied else 0) + width * DV + (2 * states if enters else 0)
     tape.passing(max(during + (0 if small else 2 * weights), exact + during, 6 * tokens * GATE_BYTES))
     # Backward: the states before all chunks, and those of one; D of all pairs and W of a chunk, if they are not kept;
     # the operands of a chunk and their gradients, if those are not written in place; the gradient of its numerator, of
     # what it read, and of W; and a product of two tensors whose rows are added up.
     back = (plan.chunks + 2) * states + width * DK if enters else 0
     back += 0 if small else rows * plan.pairs + weights
-    back += 2 * width * (DK + DV) if beside else 0
+    back += 2 * width * (DK + DV) if copied else 0
     back += width * (2 * DK + DV) if beside or plan.L <= BLOCK_QUERIES else 0
     back += width * DV + weights + max(width * min(BLOCK_QUERIES, plan.L), width * DK)
     back = max(back, 0 if small else rows * plan.pairs + exact)

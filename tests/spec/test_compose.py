@@ -73,13 +73,13 @@ def test_tokens_become_more_than_the_input_has() -> None:
 def test_most_are_accepted() -> None:
     """A few specs in a hundred may be rejected."""
     accepted = 0
-    for text in specs():
+    for text in specs()[:300]:
         try:
             check.load_text(text)
             accepted += 1
         except SpecError:
             continue
-    assert accepted >= 0.95 * len(specs())
+    assert accepted >= 0.95 * 300
 
 
 def test_the_same_seed_gives_the_same_spec() -> None:

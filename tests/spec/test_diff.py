@@ -89,6 +89,53 @@ def test_a_step_that_reads_another_wire_is_changed() -> None:
     assert (change.kind, change.path, change.details) == ("changed", "add", (("reads with", "a", "b"),))
 
 
+SPLIT = [{"linear": {"features": 8, "as": ["a", "b"]}}, {"scale": {"from": "a", "by": -1}}, {"add": {"with": "b"}}]
+
+
+@pytest.mark.parametrize("names", [["b", "a"], {"b": 4, "a": 4}])
+def test_names_that_two_wires_exchange_are_not_the_same_wires(names: Any) -> None:
+    """The weights load, but what reads the first part then reads the second."""
+    other = copy.deepcopy(SPLIT)
+    other[0]["linear"]["as"] = names
+    found = difference(SPLIT, other).structure
+    parts = ("part 1 of linear", "part 2 of linear")
+    assert [(each.path, each.details) for each in found] == [
+        ("scale", (("reads x", *parts),)), ("add", (("reads with", *reversed(parts)),)),
+    ]  # fmt: skip
+    makers: list[Any] = [{"linear": {"features": 8, "name": name, "from": "input", "as": wire}}
+                         for name, wire in (("one", "a"), ("two", "b"))]  # fmt: skip
+    other = copy.deepcopy(makers)
+    other[0]["linear"]["as"], other[1]["linear"]["as"] = "b", "a"
+    (first, second) = difference([*makers, *SPLIT[1:]], [*other, *SPLIT[1:]]).structure
+    assert first.details == (("reads x", "the output of one", "the output of two"),)
+    assert second.details == (("reads with", "the output of two", "the output of one"),)
+
+
+def test_other_names_for_the_same_wires_change_nothing() -> None:
+    other = [{"linear": {"features": 8, "as": ["c", "d"]}}, {"scale": {"from": "c", "by": -1}}, {"add": {"with": "d"}}]
+    assert not difference(SPLIT, other)
+
+
+def test_another_sample_rate_is_a_change() -> None:
+    start = "seqblocks: 1\nmodel: {steps: [silu], input: {features: 1, sample_rate: "
+    texts = [f"{start}{rate}}}}}" for rate in (8000, 16000)]
+    (change,) = diff(*(Design(f"{at}.yaml", text, f"{at}.yaml") for at, text in enumerate(texts))).structure
+    assert (change.path, change.details) == ("model", (("sample rate", "8,000 Hz", "16,000 Hz"),))
+
+
+def test_a_step_that_moves_to_another_width_is_moved() -> None:
+    steps = [{"scale": {"by": 2, "name": "twice"}}, {"linear": {"features": 4}}]
+    (change,) = difference(steps, steps[::-1]).structure
+    assert (change.kind, change.details[0][0]) == ("moved", "place")
+
+
+def test_parts_of_other_widths_are_a_change() -> None:
+    first, second = ([{"linear": {"features": 8, "as": parts}}, {"silu": {"from": "a"}}, {"pool": {"mode": "mean"}}]
+                     for parts in ({"a": 2, "b": 6}, {"a": 6, "b": 2}))  # fmt: skip
+    change = difference(first, second).structure[-1]
+    assert (change.path, change.details) == ("linear", (("parts", "[2, 6]", "[6, 2]"),))
+
+
 def test_a_name_for_the_wire_that_a_step_reads_anyway_changes_nothing() -> None:
     other = copy.deepcopy(WIRES)
     other[1] = {"silu": {"from": "a"}}
@@ -372,6 +419,9 @@ def test_steps_as_text_change_only_where_the_model_does(run_main: Run, folder: P
     before, after = (set(each) for each in lines)
     assert len(lines[0]) == len(lines[1]) < 25  # one layer stands for all five
     assert len(before - after) == len(after - before) == 4
+    assert "split" not in "".join(lines[0])
+    named = [line for line in lines[0] if " as " in line]
+    assert [line.partition(" as ")[2] for line in named] == ["u, z"]
     refused = run_main("show", "mlstm_small", "--stage", "steps", "--format", "json")
     assert refused.returncode == 2
     assert "--stage graph" in json.loads(refused.stdout)["error"]

@@ -96,6 +96,21 @@ def test_few_points_are_checked(sizes: tuple[int, int]) -> None:
         assert len(search.known) < (200 if sizes[1] > 1 else 60)
 
 
+@pytest.mark.parametrize(("dim", "depth"), [(64, 1), (68, 2), (80, 2), (192, 5)])
+def test_a_fault_that_narrow_models_share_says_nothing_of_wide_ones(dim: int, depth: int) -> None:
+    """With `heads: dim // 64`, all widths below 64 have the same fault, at every depth."""
+    values = [list(range(16, 257, 4)), list(range(1, 9))]
+
+    def figures(point: Point) -> Figures:
+        width, layers = values[0][point[0]], values[1][point[1]]
+        if width < 64:
+            return "heads must be at least 1, not 0"
+        return (_params(width, layers),) if width % (width // 64) == 0 else f"{width // 64} heads of {width}"
+
+    target = Target(0, "=", _params(dim, depth))
+    assert Search(values, [True, True], figures, [target], 0).run() == [((dim - 16) // 4, depth - 1)]
+
+
 def _params(dim: int, depth: int) -> float:
     return float(256 * dim + 12 * depth * dim * dim)
 

@@ -57,6 +57,7 @@ def test_rows_add_up(wide: Path) -> None:
     assert sum(found.peak.values()) == found.peak_bytes
     assert "layers.0 to 2" in found.text()
     assert found.csv().splitlines()[0] == "step,weights,gradients,optimizer,activations,temporaries,sum"
+    assert found.csv().splitlines()[-1].startswith("loss,0,")
 
 
 def test_checkpointing_keeps_one_layer(wide: Path) -> None:

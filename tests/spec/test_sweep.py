@@ -221,6 +221,17 @@ def test_the_status_is_1_if_no_point_is_valid(kind: str, run_main: Run) -> None:
     done = run_main("sweep", "transformer_small", "--set", "heads=5,7", "--format", kind)
     assert (done.returncode, done.stderr) == (1, "")
     assert "E401: heads (7) must divide" in done.stdout
+    assert kind != "json" or json.loads(done.stdout)["ok"] is False
+
+
+def test_points_that_where_leaves_out_are_counted(run_main: Run) -> None:
+    words = ("sweep", "transformer_small", "--set", "heads=2,4,5", "--where", "params<1")
+    assert run_main(*words, "--format", "csv").returncode == 0
+    done = run_main(*words)
+    assert done.returncode == 0
+    assert "3 points, 1 of them invalid, 2 of them left out by --where" in done.stdout
+    done = run_main("sweep", "transformer_small", "--set", "heads=2,4,5", "--length", "9", "--ladder", "1e12")
+    assert "3 points, 1 of them invalid\n" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,15 @@ def test_experts_without_weights_free_what_they_are_sent() -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
 
 
+@pytest.mark.parametrize("length", [64, 128])  # one block of queries, and more
+def test_an_mlstm_with_one_head_copies_no_operands(length: int) -> None:
+    """They were a seventh of the estimate. What is left out of it are numbers of a few bytes."""
+    layer = "vil_layer: {dim: 64, heads: 1, order: reverse}"
+    text = f"seqblocks: 1\nuse: [vil]\nmodel: {{input: {{features: 64}}, steps: [{{{layer}}}]}}\n"
+    found, real = both(seqblocks.load_text(text)[1], 2, length)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [NESTED, NOTHING_SAVED], ids=["branches", "nothing saved"])
 def test_layers_in_layers_are_computed_again_with_the_outer_ones(text: str) -> None:

@@ -108,6 +108,8 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
     assert "--plot .: it is a folder" in run_main(*words, "--plot", ".", cwd=tmp_path).stderr
+    for name in ("a.png", "-"):
+        assert f"a file that ends in .svg, not {name}" in run_main(*words, "--plot", name, cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]
     assert [(row["rate"], row["seed"]) for row in rows + rates if row["length"] == 40] == [

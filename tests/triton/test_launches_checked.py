@@ -212,7 +212,7 @@ LONGEST = ("centaurus", "linear_attention", "mlstm", "selective_scan", "slstm")
 def cases() -> Iterator[Any]:
     """Return architecture, kernel, and one of how many calls to compare.
 
-    Of the kernels that take longest, every third call is compared without `long`. There are four pairs of dtypes, so
+    Of the kernels that take longest, every fifth call is compared without `long`. There are four pairs of dtypes, so
     each occurs with every shape or with its neighbour.
     """
     for op in sorted({op for op, _ in CALLS}):
@@ -220,7 +220,7 @@ def cases() -> Iterator[Any]:
             mark = pytest.mark.long if op in LONGEST else pytest.mark.slow if arch == "sm_80" else ()
             yield pytest.param(arch, op, 1, marks=mark)
         if op in LONGEST:
-            yield pytest.param("sm_90", op, 3, marks=pytest.mark.slow)
+            yield pytest.param("sm_90", op, 5, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("device", "op", "every"), [*cases()], indirect=["device"])

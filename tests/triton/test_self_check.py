@@ -172,7 +172,7 @@ def check(how: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("how", "found", "lasting"),
     [
-        pytest.param("right", "", True, marks=pytest.mark.slow),
+        pytest.param("right", "", True, marks=pytest.mark.long),  # test_a_real_implementation_is_checked_there
         ("wrong", "its output is off by 0.1 on an example whose largest value is 2", True),
         ("abort", "its check crashed (exit status -6", True),
         pytest.param("killed", "its check crashed (exit status -9", False, marks=pytest.mark.slow),
