@@ -44,6 +44,25 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
         assert_compiled_follows(model, step)
 
 
+def test_functions_that_are_not_traced_take_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to torch 2.11, a compiler passes constants alone to a function that it calls instead of tracing it."""
+    from torch._dynamo.variables import functions
+
+    call, taken = functions.invoke_and_store_as_constant, []
+
+    def watched(tx: Any, function: Any, name: str, args: Any, named: Any) -> Any:
+        taken.append((name, [getattr(x, "value", None) for x in args]))
+        return call(tx, function, name, args, named)
+
+    monkeypatch.setattr(functions, "invoke_and_store_as_constant", watched)
+    model = build(SMALL)
+    with torch.no_grad():
+        torch.compile(model, backend="eager", fullgraph=True)(tokens())
+        torch.compile(model.step, backend="eager", fullgraph=True)(tokens()[:, 0])
+    assert taken
+    assert not [name for name, values in taken if any(isinstance(x, nn.Module) for x in values)]
+
+
 def test_a_compiled_step_calls_no_module_for_the_logits() -> None:
     model = build("""
 seqblocks: 1
