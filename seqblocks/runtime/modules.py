@@ -189,8 +189,12 @@ def _takes_call(child: nn.Module) -> bool:
 
 
 @constant
-@cache
 def _passes_arguments(forward: Callable[..., Any]) -> bool:
+    return _has_argument_for_call(forward)
+
+
+@cache
+def _has_argument_for_call(forward: Callable[..., Any]) -> bool:
     if forward is nn.Module.forward:
         return True
     parameters = inspect.signature(forward).parameters
