@@ -30,7 +30,12 @@ def dtype_named(text: str, what: str) -> str:
 
 def state_bytes(body: Graph, dtype: str) -> int:
     """Return the size of the state of one sequence in bytes, for a model of `dtype`."""
-    return sum(s.numel * BYTES[dtype if s.dtype == "model" else s.dtype] for s in _states(body))
+    return sum(s.numel * item_bytes(s.dtype, dtype) for s in _states(body))
+
+
+def item_bytes(kind: str, dtype: str) -> int:
+    """Return the bytes of a number of a state or parameter; "float32" is float64 in a model of float64."""
+    return BYTES[dtype if kind == "model" or (kind == "float32" and dtype == "float64") else kind]
 
 
 def _states(body: Graph) -> Iterator[State]:
@@ -47,7 +52,7 @@ def open_context(body: Graph) -> list[str]:
 def params_bytes(body: Graph, dtype: str) -> int:
     """Return the size of the parameters in bytes, counting tied ones once."""
     parameters = (item.parameter for item in graph.parameters(body) if item.tied is None)
-    return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in parameters)
+    return sum(p.numel * item_bytes("float32" if p.full_precision else "model", dtype) for p in parameters)
 
 
 def macs(body: Graph, tokens: Rate | None) -> float | None:

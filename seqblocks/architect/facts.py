@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.passes import lookahead
-from seqblocks.cost import BYTES, count_state, input_macs, longest, macs, params_bytes, state_bytes, tokens_of
+from seqblocks.cost import count_state, input_macs, item_bytes, longest, macs, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, quote
 from seqblocks.graph import Graph, ModelSpec
 from seqblocks.report.numbers import bytes_of, count, short
@@ -49,7 +49,7 @@ def kv_bytes_per_token(body: Graph, dtype: str) -> float:
         rate = float(node.state_rate) if isinstance(node, graph.OpNode) else 1
         tokens = len(node.type.lanes) if node.type else 0  # the axis of the tokens, after the sequences of `each`
         sizes = ((state.numel // state.shape[tokens], state.dtype) for state in caches)
-        total += sum(count * BYTES[dtype if kind == "model" else kind] for count, kind in sizes) / rate
+        total += sum(count * item_bytes(kind, dtype) for count, kind in sizes) / rate
     return int(total) if total.is_integer() else total
 
 

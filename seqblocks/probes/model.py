@@ -105,6 +105,10 @@ def fit_task(spec: ModelSpec, task: Task) -> Task:
     if wire.kind == "tokens" and wire.features < task.vocabulary:
         what = f"{task.name} has a vocabulary of {task.vocabulary}, and the model one of {wire.features}"
         raise UsageError(f"{what}: override it, for instance with --set vocabulary={task.vocabulary}")
+    size = graph.frame_size(spec.graph)
+    if size > 1 and (task.shortest or any(length % size for length in (task.length, *task.lengths))):
+        what = f"the model merges {size} tokens into one"
+        raise UsageError(f"{what}, and not all sequences of {task.name} have a multiple of {size}")
     most = longest(spec.graph)
     if task.length > most:
         raise UsageError(f"{task.name} is trained at {task.length} tokens, and the model has {most:g} positions")

@@ -488,10 +488,16 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert (tape.CONVERTED_ELEMENTS, tape.MIN_CONVERTED) == (products.CONVERTED_ELEMENTS, products.MIN_CONVERTED)
 
 
-def test_state_of_streams() -> None:
-    model = seqblocks.build("hybrid_small")
-    found = seqblocks.memory(model, batch=3, length=64)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_state_and_weights_of_streams(dtype: str) -> None:
+    """What is float32 in a 16-bit model is float64 in a model of float64."""
+    model = seqblocks.build("hybrid_small", dtype=dtype)
+    found = seqblocks.memory(model, batch=3, length=64, dtype=dtype)
     state = model.init_state(3)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert found.weights_bytes == weights
+    facts = seqblocks.compare(model, dtype=dtype).to_dict()[0]
+    assert (facts["params_bytes"], 3 * facts["state_bytes"]) == (weights, found.state_bytes)
     assert found.state_bytes == sum(x.nbytes for step in _leaves(state) for x in step)
     assert found.inference_bytes == found.state_bytes + found.weights_bytes
 

@@ -90,6 +90,16 @@ def test_a_plot_of_one_length() -> None:
     ElementTree.fromstring(plot([Result("a", 10, 0.5, 0.5, 0, 0.5, 10, 1, 1.0, False, 1)], "m"))
 
 
+def test_a_plot_that_cannot_be_written_is_reported_before_training(
+    run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any folder
+    done = run_main("probe", "a.yaml", "parity", "--plot", "a.svg", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "--plot a.svg cannot be written: Permission denied" in done.stderr
+
+
 def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
     words = ("probe", "a.yaml", "--steps", "2", "--seeds", "2", "parity")

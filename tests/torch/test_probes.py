@@ -611,6 +611,8 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         ("recall", "features: 8", "{prefix: {count: 2}}, {position_embed: {length: 49}}, {slice: {first: 2}}",
          "trained at 48 tokens, and the model has 47"),
         ("t-maze", "features: 8", "{linear: {features: 8, as: a}}], outputs: [a", "maps each token"),
+        *((name, "features: 8", "{downsample: 4}, {linear: 8}, {upsample: 4}", "merges 4 tokens into one, and not all")
+          for name in ("parity", "adding")),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_a_task(name: str, kind: str, steps: str, message: str) -> None:

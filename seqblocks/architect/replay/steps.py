@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from seqblocks import graph
 from seqblocks import tape as tapes
 from seqblocks.architect.replay import losses
-from seqblocks.cost import BYTES
+from seqblocks.cost import BYTES, item_bytes
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
@@ -70,7 +70,7 @@ class Replay:
         for item in named:
             if item.tied is None:
                 self.tape.step = item.name.rpartition(".")[0]
-                size = BYTES["float32"] if item.parameter.full_precision else self.item
+                size = item_bytes("float32", self.dtype) if item.parameter.full_precision else self.item
                 self.weights[item.name] = self.tape.parameter(
                     tuple(item.parameter.shape), size, item.parameter.trained
                 )
