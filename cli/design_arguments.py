@@ -90,12 +90,10 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe", action="append", default=[], metavar="TASK", help="train each design on a task of `seqblocks probe`"
     )
-    parser.add_argument("--seeds", type=count, default=1, metavar="N", help="trainings of each probe (default: 1)")
+    parser.add_argument("--seeds", type=count, metavar="N", help="trainings of each probe (default: 1)")
     parser.add_argument("--steps", type=count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument("--bench", choices=("forward", "train", "step"), help="time each design, as `seqblocks bench`")
-    parser.add_argument(
-        "--seconds", type=_positive, default=1.0, metavar="S", help="how long to time each design (default: 1)"
-    )
+    parser.add_argument("--seconds", type=_positive, metavar="S", help="how long to time each design (default: 1)")
     parser.add_argument(
         "--pareto", metavar="COLUMN,COLUMN…",
         help="mark designs that none beats in these columns (default: params and what is measured)",

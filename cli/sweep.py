@@ -144,6 +144,9 @@ def _keep(file: TextIO, key: str, row: Row | None) -> None:
 
 def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[..., Mapping[str, Any]] | None]:
     """Return the columns of --probe and --bench with what determines them, and what fills them."""
+    for option, of in (("seeds", "probe"), ("steps", "probe"), ("seconds", "bench")):
+        if getattr(options, option) is not None and not getattr(options, of):
+            raise UsageError(f"--{option} needs --{of}: without it, the designs are only analysed")
     if not options.probe and not options.bench:
         return {}, None
     torch = import_torch("training and timing require torch", shares_cores=not options.bench)
@@ -157,7 +160,7 @@ def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[...
         designs_of.check_columns([name], [*TASKS], "task")
         column = f"accuracy of {name}"
         functions[column] = partial(_probed, name=name, options=options)
-        settings[column] = [options.steps, options.seeds]
+        settings[column] = [options.steps, options.seeds or 1]
     if options.bench:
         from seqblocks.bench.measure import processor
 
@@ -173,7 +176,7 @@ def _probed(model: ModelSpec, name: str, options: argparse.Namespace) -> float:
 
     fit_task(model, TASKS[name])
     found = []
-    for seed in range(options.seeds):
+    for seed in range(options.seeds or 1):
         results = probe(model, TASKS[name], seed, steps=options.steps)
         if results[0].interrupted:
             raise KeyboardInterrupt
@@ -186,7 +189,7 @@ def _timed(model: ModelSpec, options: argparse.Namespace) -> float:
     from seqblocks.model.builder import build_model
 
     length = options.lengths[0] if options.lengths and options.bench != "step" else None
-    found = bench(build_model(model), options.bench, 1, length, options.seconds)
+    found = bench(build_model(model), options.bench, 1, length, options.seconds or 1.0)
     if found.interrupted:
         raise KeyboardInterrupt
     return found.seconds

@@ -189,6 +189,13 @@ def test_a_changed_used_file_has_other_rows(run_main: Run, tmp_path: Path) -> No
     assert second != first
 
 
+@pytest.mark.parametrize(("option", "needed"), [("--seeds", "probe"), ("--steps", "probe"), ("--seconds", "bench")])
+def test_options_of_what_is_not_measured_are_refused(option: str, needed: str, run_main: Run, folder: Path) -> None:
+    done = run_main(*COMMAND, option, "1", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{option} needs --{needed}" in done.stderr
+
+
 def test_formats(run_main: Run, folder: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(run_main(*COMMAND, "--format", "csv", cwd=folder).stdout)))
     values = [(row["dim"], row["model.linear.features"]) for row in rows]
