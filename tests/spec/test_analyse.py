@@ -152,7 +152,7 @@ def test_bundled_specs(name: str) -> None:
         assert sum(step.times for step in found.steps) == nodes
 
 
-@pytest.mark.parametrize("name", sampled(TEXTS, ci=4))
+@pytest.mark.parametrize("name", sampled(TEXTS, ci=4, first=1))
 def test_all_names_are_renamed_by_references_alone(name: str) -> None:
     """All wires, names, blocks and arguments: the spec is valid, and its model has the same parts.
 
@@ -379,7 +379,7 @@ checkpoint:
     assert wires == {(4, 5), (12, 5), (17, 5), (18, 5)}
 
 
-@pytest.mark.parametrize("name", sampled(TEXTS, ci=4))
+@pytest.mark.parametrize("name", sampled(TEXTS, ci=4, first=2))
 def test_steps_in_keys_of_maps_are_references(name: str) -> None:
     """The first part of each key of the model's map."""
     found = analysed(name)
@@ -392,7 +392,7 @@ def test_steps_in_keys_of_maps_are_references(name: str) -> None:
             assert spans[span.line, span.column + quoted].name == key.partition(".")[0]
 
 
-@pytest.mark.parametrize("name", sampled(TEXTS, ci=4))
+@pytest.mark.parametrize("name", sampled(TEXTS, ci=4, first=3))
 def test_each_name_of_a_step_is_a_reference(name: str) -> None:
     """Names before the dot of wires of layers and outputs of blocks, and those in `tie:`, `share:` and `own:`."""
     found = analysed(name)

@@ -35,7 +35,7 @@ def difference(a: list[Any], b: list[Any]) -> Difference:
     return diff(design(a), design(b))
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, ci=4))
+@pytest.mark.parametrize("name", sampled(MODELS, ci=4, first=2))
 def test_a_spec_does_not_differ_from_itself(name: str) -> None:
     found = diff(name, name)
     assert not found

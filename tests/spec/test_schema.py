@@ -116,7 +116,7 @@ def test_it_describes_arguments_of_blocks(general_schema: dict[str, Any]) -> Non
     assert "rank of dt (0: dim / 16, rounded up)" in str(general_schema)
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, ci=4))
+@pytest.mark.parametrize("name", sampled(NAMES, ci=4, first=1))
 def test_bundled_specs_satisfy_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load_spec(name)
     for made in (general_schema, schema(file)):
