@@ -189,7 +189,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "two overrides after a call": ("seqblocks check good.yaml --set 'a=max(2, 3),b=4'", 1, "a=max(2, 3) --set b=4"),
     "a description with a comma": ("seqblocks check mlstm_small --set 'about=a, b=2'", 0, "580,136 parameters"),
     "a schema for standard input": ("seqblocks schema --for - < good.yaml", 0, '"dim"'),
-    "a schema for nothing": ("seqblocks schema --for ''", 2, "there is no bundled spec ''"),
+    "a schema for nothing": ("seqblocks schema --for ''", 2, "--for has no value"),
     "a module that closes the streams": ("seqblocks check good.yaml --import closing.py", 0, "36 parameters"),
     "the same, and a fault": ("seqblocks check bad.yaml --import closing.py", 1, ""),
     "a module that replaces the streams": ("seqblocks check good.yaml --import replacing.py", 0, "36 parameters"),

@@ -237,7 +237,7 @@ FAILING = quick_and_slow(
         ("mnie.py", "", "there is no such file; did you mean 'mine.py'?"),
         ("sub/helper", "", "there is no such module; write a file with its extension: --import sub/helper.py"),
         ("spec.yaml", "", "a file must be Python code, with the extension .py"),
-        ("", "", "there is no such module"),
+        ("", "", "has no value: is a variable of the shell not set?"),
         ("sub", "", "this is a folder; write the path of a file in it, such as sub/helper.py"),
         ("empty.py", "", "this is a folder; write the path of a file in it, such as empty.py/my_ops.py"),
         (".", "", "this is a folder; write the path of a file in it, such as mine.py"),
