@@ -24,7 +24,7 @@ from seqblocks.kernels.stored import StoredMatrix
 
 READING_MAX_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
 READING_MIN_ELEMENTS = 1 << 19  # a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
-MKL_SLOW_TOKENS = range(4, 16)  # for which MKL, also with AVX-512, takes 1.1 to 2.7 times as long as oneDNN
+MKL_SLOW_TOKENS = range(4, 16)  # for which MKL takes up to 2.7 times as long as oneDNN wherever it was measured
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
 ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads blocks of rows at full speed on AMD
 ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
@@ -35,9 +35,11 @@ CACHED_ELEMENTS = 1 << 18  # of such a part
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted at once for more tokens: more memory is slow to allocate
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+ON_SLOW_READING = HAS_ONEDNN and numerics.ON_AMD  # MKL reads a large matrix slowly there, or with one thread only
+ON_SLOW_MKL = ON_SLOW_READING and HAS_AVX512  # and multiplies with AVX2, oneDNN with AVX-512
+ON_ONEDNN = ON_SLOW_READING or (HAS_ONEDNN and HAS_AVX512)
 ONEDNN_KINDS = (torch.float32,)
-ON_SLOW_MKL = ON_ONEDNN and numerics.ON_AMD  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 # For one token in bfloat16, torch's `mv` reads a matrix 1.4 to 1.65 times as fast as its `linear`, which is oneDNN's,
 # on an Intel Xeon (Emerald Rapids), and 0.66 to 0.85 times as fast on an AMD Zen 4. In compiled code, `mv` becomes a
 # loop of its own, and `linear` a call of MKL, which takes 1.5 times as long on the Zen 4.
@@ -86,11 +88,9 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def chosen(elements: int, rows: int, width: int) -> str:
     """Return the fastest product in float32 of this many elements of x with a matrix: torch, oneDNN or rows."""
-    if not ON_SLOW_MKL:
-        suits = width and elements // width in MKL_SLOW_TOKENS and elements * rows >= ONEDNN_MIN_MACS
-        return "oneDNN" if suits else "torch"
-    if elements > READING_MAX_TOKENS * width:
-        return "oneDNN" if elements * rows >= ONEDNN_MIN_MACS else "torch"
+    if not ON_SLOW_READING or elements > READING_MAX_TOKENS * width:
+        is_slow = ON_SLOW_MKL or (width and elements // width in MKL_SLOW_TOKENS)
+        return "oneDNN" if is_slow and elements * rows >= ONEDNN_MIN_MACS else "torch"
     if not elements or rows * width < READING_MIN_ELEMENTS:
         return "torch"
     suits_rows = elements <= min(ROWS_MAX_FEATURES, ROWS_MAX_TOKENS * width) and rows >= BLOCK_ROWS
@@ -100,7 +100,7 @@ def chosen(elements: int, rows: int, width: int) -> str:
 def _suits_mv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether these are one token and a matrix for which `mv` is faster."""
     if torch.compiler.is_compiling():
-        return ON_SLOW_MKL and _is_compiled_token(x, weight, bias)
+        return ON_SLOW_READING and _is_compiled_token(x, weight, bias)
     return ON_FAST_MV and _is_plain(x, weight, bias, {torch.bfloat16}) and x.numel() == x.shape[-1]
 
 

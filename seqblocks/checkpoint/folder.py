@@ -271,7 +271,8 @@ def load(
         place = writing.current(target)
         found = _identity(place)
         try:
-            return _load(place, path, set, device, dtype)
+            with torch.inference_mode(False):  # as in `made`
+                return _load(place, path, set, device, dtype)
         except UsageError:
             if _identity(writing.current(target)) == found:
                 raise  # otherwise, another process replaced the folder while it was read

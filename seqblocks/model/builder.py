@@ -75,10 +75,11 @@ def made(make: Callable[[], SequenceModel], device: Any, dtype: torch.dtype | st
         raise UsageError(f"a seed must be an integer or None, not {seed!r}")
     kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
     device = checked_device(device)
-    with torch.device("meta"):
-        module = make()
-    _allocate(module, kind, device)
-    module.reset_parameters(seed)
+    with torch.inference_mode(False):  # Tensors made in inference mode cannot be trained, nor checked for changes.
+        with torch.device("meta"):
+            module = make()
+        _allocate(module, kind, device)
+        module.reset_parameters(seed)
     return module
 
 

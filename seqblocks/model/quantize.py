@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from seqblocks import graph
@@ -45,8 +46,9 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
         warnings.warn(_nothing(sizes, smallest), stacklevel=user_stacklevel())
     weights = {name: model.get_parameter(name) for name in names}
     kept = {id(weight): weight for weight in weights.values()}
-    made = {at: Int8Matrix.of(weight) for at, weight in kept.items()}
-    found = copy.deepcopy(model, dict(kept))  # without copies of what is replaced
+    with torch.inference_mode(False):  # as in `made`
+        made = {at: Int8Matrix.of(weight) for at, weight in kept.items()}
+        found = copy.deepcopy(model, dict(kept))  # without copies of what is replaced
     for name, weight in weights.items():
         put(found, name, made[id(weight)])
     return found.eval().requires_grad_(False)

@@ -25,7 +25,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         pytest.skip("this torch has no oneDNN")
     calls: list[torch.Size] = []
     run = products._multiply
-    for name, value in {"ON_ONEDNN": True, "ON_SLOW_MKL": True, "ONEDNN_MIN_MACS": 0}.items():
+    for name, value in {"ON_ONEDNN": True, "ON_SLOW_READING": True, "ON_SLOW_MKL": True, "ONEDNN_MIN_MACS": 0}.items():
         monkeypatch.setattr(products, name, value)
 
     def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pads: bool) -> torch.Tensor:
@@ -37,23 +37,26 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "width", "usual", "slow"),
+    ("tokens", "rows", "width", "usual", "reading", "slow"),
     [
-        (0, 1 << 11, 1024, "torch", "torch"), (1, 512, 1024, "torch", "rows"), (1, 256, 1024, "torch", "torch"),
-        (2, 512, 1024, "torch", "rows"), (3, 512, 1024, "torch", "oneDNN"), (3, 1024, 512, "torch", "oneDNN"),
-        (1, 256, 2048, "torch", "rows"), (1, 256, 2049, "torch", "oneDNN"), (5, 512, 1024, "torch", "torch"),
-        (3, 1 << 13, 1024, "torch", "oneDNN"), (4, 1 << 11, 1024, "oneDNN", "oneDNN"), (5, 1, 0, "torch", "torch"),
-        (8, (1 << 20) - 1, 1, "torch", "torch"), (8, 1 << 20, 1, "oneDNN", "oneDNN"),
-        (15, 1 << 10, 1024, "oneDNN", "oneDNN"), (16, 1 << 10, 1024, "torch", "oneDNN"),
-        (64, 128, 1024, "torch", "oneDNN"),
+        (0, 1 << 11, 1024, "torch", "torch", "torch"), (1, 512, 1024, "torch", "rows", "rows"),
+        (1, 256, 1024, "torch", "torch", "torch"), (2, 512, 1024, "torch", "rows", "rows"),
+        (3, 512, 1024, "torch", "oneDNN", "oneDNN"), (3, 1024, 512, "torch", "oneDNN", "oneDNN"),
+        (1, 256, 2048, "torch", "rows", "rows"), (1, 256, 2049, "torch", "oneDNN", "oneDNN"),
+        (5, 512, 1024, "torch", "torch", "torch"), (3, 1 << 13, 1024, "torch", "oneDNN", "oneDNN"),
+        (4, 1 << 11, 1024, "oneDNN", "oneDNN", "oneDNN"), (5, 1, 0, "torch", "torch", "torch"),
+        (8, (1 << 20) - 1, 1, "torch", "torch", "torch"), (8, 1 << 20, 1, "oneDNN", "oneDNN", "oneDNN"),
+        (15, 1 << 10, 1024, "oneDNN", "oneDNN", "oneDNN"), (16, 1 << 10, 1024, "torch", "torch", "oneDNN"),
+        (64, 128, 1024, "torch", "torch", "oneDNN"),
     ],
 )  # fmt: skip
 def test_sizes_alone_choose_the_product(
-    tokens: int, rows: int, width: int, usual: str, slow: str, monkeypatch: pytest.MonkeyPatch
+    tokens: int, rows: int, width: int, usual: str, reading: str, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """slow: where MKL has only AVX2."""
-    for on_slow_mkl, expected in ((False, usual), (True, slow)):
-        monkeypatch.setattr(products, "ON_SLOW_MKL", on_slow_mkl)
+    """reading, slow: on AMD without AVX-512, and with it, which MKL does not use."""
+    for on_amd, has_avx512, expected in ((False, True, usual), (True, False, reading), (True, True, slow)):
+        monkeypatch.setattr(products, "ON_SLOW_READING", on_amd)
+        monkeypatch.setattr(products, "ON_SLOW_MKL", on_amd and has_avx512)
         assert products.chosen(tokens * width, rows, width) == expected
 
 
@@ -421,7 +424,7 @@ def derivatives(y: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tenso
 def test_one_compiled_token_is_multiplied_by_mv(
     shape: tuple[int, ...], is_mv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "ON_SLOW_MKL", True)
+    monkeypatch.setattr(products, "ON_SLOW_READING", True)
     monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 48)
     x, weight, bias = drawn(shape, (6, 8), (6,), dtype=torch.float32)
     targets = traced_targets(products.linear, x, weight, bias)
@@ -431,7 +434,7 @@ def test_one_compiled_token_is_multiplied_by_mv(
 
 def test_compiled_tokens_that_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast does not convert operands of `mv`, and an exported program must not depend on the number of tokens."""
-    monkeypatch.setattr(products, "ON_SLOW_MKL", True)
+    monkeypatch.setattr(products, "ON_SLOW_READING", True)
     monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 48)
     x, weight = drawn((1, 8), (6, 8), dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

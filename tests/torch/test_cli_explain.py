@@ -49,10 +49,16 @@ def test_the_text_of_a_cpu(run_cli: Run, root: Path, update_golden: bool) -> Non
     compare("explain_xlstm_cpu", done, root, update_golden)
 
 
-@pytest.mark.parametrize(("on_onednn", "on_slow_mkl"), [(False, False), (True, False), (True, True)])
-def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("on_onednn", "on_amd", "on_slow_mkl"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+)
+def test_products(
+    on_onednn: bool, on_amd: bool, on_slow_mkl: bool, run_main: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each matrix and number of tokens, the report names the product that a call uses, on every processor."""
     monkeypatch.setattr(products, "ON_ONEDNN", on_onednn)
+    monkeypatch.setattr(products, "ON_SLOW_READING", on_amd)
     monkeypatch.setattr(products, "ON_SLOW_MKL", on_slow_mkl)
     data = json.loads(run_main("explain", "mamba_130m", "--format", "json", env=PLAIN).stdout)
     model = seqblocks.build("mamba_130m", device="meta", set={"depth": 1})
@@ -67,11 +73,12 @@ def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch
             expected = products.chosen(tokens * each["columns"], each["rows"], each["columns"])
             assert told == (expected if onednn else "torch"), (each, tokens)
             used.add(told)
-    assert used == {"torch"} | ({"oneDNN"} if on_onednn else set()) | ({"rows"} if on_slow_mkl else set())
+    assert used == {"torch"} | ({"oneDNN"} if on_onednn else set()) | ({"rows"} if on_amd else set())
     text = run_main("explain", "mamba_130m", env=PLAIN).stdout
     assert ("all matrix products are torch's" in text) == (not on_onednn)
-    if on_slow_mkl:
-        assert "mixer.out_proj (24 x)  768 x 1536   rows, oneDNN from 2, torch from 5, oneDNN from 8\n" in text
+    if on_amd:
+        found = "rows, oneDNN from 2, torch from 5, oneDNN from 8" + ", torch from 16" * (not on_slow_mkl)
+        assert f"mixer.out_proj (24 x)  768 x 1536   {found}\n" in text
     for slow, on_fast_mv, expected in (
         (set(), False, "all matrix products are torch's"), (set(), True, "mv, torch from 2\n"),
         ({torch.bfloat16}, False, "torch, float32 from 8\n"),

@@ -289,6 +289,17 @@ def test_it_saves_and_loads(model: seqblocks.SequenceModel, tmp_path: Path) -> N
         assert torch.equal(loaded.step(IDS[:, 0])[0], small.step(IDS[:, 0])[0])
 
 
+def test_models_made_in_inference_mode_are_as_others(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
+    """torch counts no changes of tensors that are made in that mode, so that a stream would run the modules."""
+    with torch.inference_mode():
+        built = seqblocks.build_model(model.spec)
+        stored = seqblocks.quantize(built, smallest=1)
+        seqblocks.save(stored, tmp_path / "a")
+        for made in (built, stored, seqblocks.load(tmp_path / "a")):
+            assert not any(x.is_inference() for x in (*made.parameters(), *made.buffers()))
+    built(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+
+
 def test_what_cannot_read_8_bits_says_so(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
     seqblocks.save(seqblocks.quantize(model, smallest=1000), tmp_path / "small")
     for layout in ("seqblocks", "official"):
