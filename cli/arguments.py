@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from seqblocks._version import __version__
@@ -211,7 +212,7 @@ def _draw(parser: Parser) -> None:
 def _probe(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=DESIGN)
     parser.add_argument(
-        "task", nargs="*", metavar="TASK",
+        "task", nargs="*", default=[], metavar="TASK",  # with a default, argparse does not call it missing
         help="parity, modular, s3, a5, s5, recall, induction, copying, in-context-recall, noisy-recall, fuzzy-recall, "
         "selective-copying, compression, memorization, long-copying, adding, repeat-first, repeat-previous, t-maze, "
         "image-rows, image-columns (default: parity, recall, copying)",
@@ -522,7 +523,7 @@ def count(text: str) -> int:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Raise UsageError for a missing or unknown verb, a wrong dash, or an option before the verb."""
+    """Raise UsageError for a missing or unknown verb, a wrong dash, an empty word, or an option before the verb."""
     dashes = next((w for w in words if w.startswith(("–", "—", "−"))), None)
     if dashes:
         raise UsageError(
@@ -540,6 +541,11 @@ def _check_words(words: Sequence[str]) -> None:
     if verb is not None and verb not in VERBS:
         hint = did_you_mean(verb, VERBS) or f"the verbs are {', '.join(VERBS)}"
         raise UsageError(f"there is no verb '{visible(verb)}': {hint}")
+    for before, word in pairwise(words):
+        if not word or re.fullmatch(r"--[\w-]+=", word):  # else it would count as left out
+            name = visible(word or before).rstrip("=")
+            what = f"{name} has no value" if name.startswith("-") else f"the argument after {name} is empty"
+            raise UsageError(f"{what}: is a variable of the shell not set?")
 
 
 def _unknown_option(verb: str, word: str) -> str:

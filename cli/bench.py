@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
@@ -30,6 +31,9 @@ def run(options: argparse.Namespace) -> int:
     torch = import_torch("timing a model requires torch")
     device = device_of(options, torch)
     if options.threads:
+        cores = os.cpu_count() or options.threads
+        if options.threads > cores:  # they would wait for each other, for minutes a pass
+            raise UsageError(f"--threads {options.threads:,}: this machine has {cores:,} core{'s' * (cores != 1)}")
         torch.set_num_threads(options.threads)
     from seqblocks.bench import bench
     from seqblocks.model.builder import build_model
@@ -48,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(found: Bench) -> None:
+    from seqblocks.bench.measure import MAX_SPREAD
+
     tokens = f", {found.length} tokens" if found.length else ""
     output.write(f"{visible(found.name)}: {UNITS[found.mode]}, batch {found.batch}{tokens}, {found.dtype}")
     threads = f", {found.threads} thread{'s' * (found.threads != 1)}" if found.device == "cpu" else ""
@@ -72,6 +78,8 @@ def _write(found: Bench) -> None:
         f"half of them are within {found.spread:.0%} of each other. With all steps timed, a pass took "
         f"{_ms(found.seconds_with_hooks)} ms."
     )
+    if any("?" in row for row in rows):
+        output.write(f"?: half of the times are not within {MAX_SPREAD:.0%} of each other, so no ratio is printed.")
 
 
 def _figures(row: Any) -> tuple[str, str, str, str]:

@@ -13,7 +13,7 @@ from seqblocks.cli.check import overrides
 from seqblocks.cli.compare import designs
 from seqblocks.cli.imports import import_torch
 from seqblocks.errors import UsageError, quote, visible
-from seqblocks.language.writing import write_text
+from seqblocks.language.writing import write_picture
 
 DIFFERENT = 1
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     if options.weights:
         found = found._replace(tensors=_tensors(pair))
     if options.html and options.html != "-":
-        write_text(Path(options.html), found.html())
+        write_picture(Path(options.html), found.html())
         output.notes([f"{visible(options.html)}: written"], options)
     if options.html == "-":
         output.write(found.html().rstrip("\n"), raw=True)

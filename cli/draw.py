@@ -8,7 +8,7 @@ from pathlib import Path
 from seqblocks.cli import output
 from seqblocks.cli.check import analysed, overrides
 from seqblocks.errors import UsageError, visible
-from seqblocks.language.writing import write_text
+from seqblocks.language.writing import write_picture
 from seqblocks.picture.drawing import drawing_of
 
 FORMATS = ("html", "svg", "mermaid", "dot")
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         if path == "-":
             output.write(text.rstrip("\n"), raw=True)
         else:
-            write_text(Path(path), text)
+            write_picture(Path(path), text)
             output.notes([f"{visible(path)}: written"], options)
     if not found.ok:
         output.diagnostics(found.error(), options)

@@ -38,8 +38,9 @@ def run(options: argparse.Namespace) -> int:
         output.write(found.markdown() if options.format == "markdown" else found.csv())
     writes = options.write and found.reached and not found.interrupted
     unmet = found.write(options.write, options.allow_use) if writes else ()  # after the result, which took long
-    if unmet and not options.quiet:
+    if writes and not options.quiet:
         file = visible(options.write)
+        output.notes([f"{file}: written"], options)
         output.notes([f"{file} does not meet its `expect:`: {each.message}" for each in unmet], options)
     if found.interrupted:
         return INTERRUPTED

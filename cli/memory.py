@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
     An interrupt of the search for the largest batch leaves the estimate.
     """
-    limit = read_bytes(options.fits) if options.fits else None
+    limit = read_bytes(options.fits) if options.fits is not None else None
     model = model_of(options)
     given = {
         "length": options.length, "optimizer": options.optimizer, "dtype": options.dtype,

@@ -9,7 +9,7 @@ from seqblocks._version import __version__
 from seqblocks.architect.run_page import page, read_run
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, visible
-from seqblocks.language.writing import write_text
+from seqblocks.language.writing import write_picture
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         output.write(found.rstrip("\n"))
         return 0
     path = Path(options.html) if options.html else Path(options.run[0]) / "report.html"
-    write_text(path, found)
+    write_picture(path, found)
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "file": str(path), "runs": options.run})
     elif not options.quiet:

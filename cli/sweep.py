@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
     kept.
     """
     more, measure = _measures(options)
+    if options.out is not None:
+        _check_out(options.out)
     found = sweep(
         designs([options.spec], options)[0], pairs(options.grid), where=options.where, lengths=options.lengths,
         dtype=options.dtype, tokens_per_parameter=options.tokens_per_parameter, more=more, measure_more=measure,
@@ -61,6 +63,14 @@ def run(options: argparse.Namespace) -> int:
         again = f"; the same command continues {visible(options.out)}" if options.out else ""
         output.write(f"interrupted: these are the designs that were done{again}")
     return status
+
+
+def _check_out(path: str) -> None:
+    """Raise UsageError if a sweep could not be continued from there: a terminal, a pipe, a device."""
+    if path == "-":
+        raise UsageError("--out takes the name of a file, not -; --format csv prints rows as they are found")
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise UsageError(f"--out {visible(path)} is not a file, so a sweep cannot be continued from it")
 
 
 def _resumed(found: Sweep, options: argparse.Namespace) -> Iterator[Row]:
@@ -299,5 +309,5 @@ def _page(found: Sweep, header: list[str], cells: list[list[str]], options: argp
 
     name = visible(options.spec)
     numbers = header if not found.options else header[len(found.options) :]
-    body = markup.titled(f"Designs of {name}", markup.table(header, cells, numbers))
+    body = markup.titled(f"Designs of {name}", f"<figure>{markup.table(header, cells, numbers)}</figure>")
     return markup.page(f"Designs of {name}", body).rstrip("\n")

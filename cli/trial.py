@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
     held = trial.held_out()
+    trial.record.pop("ended", None)  # of an earlier attempt
     trial.note(after=trial.sample(), held_out=held, steps=trial.done)
     _print(trial, rows, held, options)
     return status
@@ -143,7 +145,7 @@ def _print(trial: Any, rows: list[dict[str, Any]], held: float, options: argpars
         return
     if options.quiet:
         return
-    name = visible(str(trial.folder))
+    name, given = visible(str(trial.folder)), visible(shlex.quote(str(trial.folder)))
     last = f", {rows[-1]['loss']:.3f} in the last step" if rows else ""
     done = f"{trial.done:,} steps of {trial.tokens:,} tokens in {trial.seconds:,.0f} s"
     output.write(f"{done}: {held:.3f} {unit} held out{last}")
@@ -151,8 +153,8 @@ def _print(trial: Any, rows: list[dict[str, Any]], held: float, options: argpars
         output.write(f"\nIt writes:\n{trial.record['after']}")
     output.write(
         f"\n{name}: log.jsonl, run.json, checkpoint (seqblocks.load). Next:\n"
-        f"  seqblocks report {name}                    a page with curves, sample and picture\n"
-        f"  seqblocks try --resume {name} --minutes 3  continue to learn\n"
+        f"  seqblocks report {given}                    a page with curves, sample and picture\n"
+        f"  seqblocks try --resume {given} --minutes 3  continue to learn\n"
         "This shows whether a model learns. Train with Lightning, torchtitan or transformers' Trainer\n"
         "(docs/training.md)."
     )

@@ -89,12 +89,20 @@ def _named(text: str) -> Design:
     if spec.startswith("git:"):
         found = _of_revision(spec)
     else:
+        _check_override(spec)
         folders = (Path(spec), Path(spec, CHECKPOINT))
         saved = next((each for each in folders if os.path.isfile(each / RECORD)), None)
         if saved is None and os.path.isdir(spec):
             raise UsageError(f"{visible(spec)} has no model written by seqblocks.save or seqblocks try")
         found = _saved(saved) if saved else Design(text, *locate(spec))
     return found._replace(label=text, overrides={**found.overrides, **overrides})
+
+
+def _check_override(text: str) -> None:
+    """Raise UsageError for a spec followed by an override without a value."""
+    spec, at, _ = text.partition("@")
+    if at and not os.path.exists(text) and (os.path.exists(spec) or spec in bundled()):
+        raise UsageError(f"{quote(text)}: an override is written PATH=VALUE, as in {visible(spec)}@dim=64")
 
 
 # --- a folder written by `save` -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,15 @@ class Fit(Record):
         """Write the spec with the best values in place of those written there; all else stays as it is.
 
         Numbers in `expect:` that no longer hold are replaced too. Returns the other entries of `expect:` that the model
-        does not meet. Raises UsageError for a value that is not written in the spec, and for a file that is the spec
-        itself and was changed meanwhile; UnavailableError if the file cannot be written.
+        does not meet. Raises UsageError for a value that is not written in the spec, for a file that is the spec
+        itself and was changed meanwhile, and for one that is no spec; UnavailableError if the file cannot be written.
         """
         text, found = rewritten(self.design, _overrides(self.best.values), Path(path), allow_use)
         facts = self.best.facts
         if found.model is None or any(measure(found.model, name) != facts[name] for name in _ALWAYS):
             raise UsageError("the values cannot be written: another place of the spec shares one of them by an alias")
+        if _is_other(Path(path)):
+            raise UsageError(f"{os.fspath(path)} is not a spec, so it is not overwritten: name another file")
         if _has_changed(self.design, path):
             raise UsageError(f"{os.fspath(path)} was changed during the fit: it is not overwritten. Fit it again")
         write_text(Path(path), text)
@@ -137,6 +140,15 @@ def _has_changed(design: Design, path: str | os.PathLike[str]) -> bool:
     """Return whether a file is that of a design, and has another text by now."""
     is_own = design.base is not None and os.path.isfile(path) and os.path.isfile(design.name)
     return is_own and os.path.samefile(path, design.name) and locate(design.name)[0] != design.text
+
+
+def _is_other(path: Path) -> bool:
+    """Return whether a file has text that is no spec, also none with faults."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    except OSError:  # writing reports it
+        return False
+    return bool(text) and not re.search(r"\bseqblocks\b\W*:", text)
 
 
 def fit(

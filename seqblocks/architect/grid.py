@@ -16,6 +16,7 @@ from seqblocks.suggestions import did_you_mean
 MAX_VALUES = 100_000  # of one option
 _NUMBER = r"[-+]?\d[\d_]{0,29}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?"  # of a size that a float has, and an int in no time
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*({_NUMBER}))?\s*")
+_LIKE_RANGE = re.compile(r"\s*[-+]?\d[\w.\s:+-]*")
 _TARGET = re.compile(rf"\s*([A-Za-z_]\w*)\s*(<=|>=|==|=|<|>)\s*({_NUMBER})\s*([A-Za-z]*)\s*")
 _BYTES = frozenset(name for name in FACTS if "bytes" in name)
 _TEXTS = frozenset({"streams"})  # facts that are no numbers
@@ -70,6 +71,8 @@ def _from_text(path: str, text: str) -> list[Value]:
         if count > MAX_VALUES:
             raise UsageError(f"{path} has more than {MAX_VALUES:,} values")
         return [_plain(first + step * at) for at in range(int(count))]
+    if _LIKE_RANGE.fullmatch(text) and (":" in text or ".." in text):
+        raise UsageError(f"{path}={text}: a range is written FIRST..LAST:STEP, as in 64..512:64")
     parts = _split(text)
     if not all(parts):
         raise UsageError(f"{path} takes a range or a list, as in {path}=64..512:64 or {path}=64,128, not {quote(text)}")

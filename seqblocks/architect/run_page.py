@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from seqblocks import markup
 from seqblocks.architect.compare import compare
-from seqblocks.architect.designs import CHECKPOINT, find_design
+from seqblocks.architect.designs import CHECKPOINT, Design, find_design
 from seqblocks.architect.diff import diff
 from seqblocks.architect.grid import assignment
 from seqblocks.errors import UsageError, visible
@@ -19,7 +20,8 @@ from seqblocks.picture.drawing import drawing_of
 from seqblocks.record import Record
 
 LOG, SETTINGS = "log.jsonl", "run.json"
-WIDTH, HEIGHT, LEFT, BOTTOM = 820, 340, 64, 40  # of the curves, in pixels
+WIDTH, HEIGHT, LEFT, BOTTOM = 820, 340, 72, 40  # of the curves, in pixels
+ROOM = 1.25  # of the axis above the losses of untrained models
 BUCKETS = 400  # of steps in a curve; each keeps its extremes
 STYLE = (
     "pre{background:light-dark(#f5f5f5,#151b23);padding:1em;white-space:pre-wrap;overflow-wrap:anywhere}"
@@ -60,11 +62,11 @@ def read_run(folder: Path) -> Run:
         record = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         lines = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).exists() else []
     except OSError as error:
-        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS}: {error.strerror}") from None
+        raise _no_run(folder, _unread(folder, error)) from None
     except ValueError:
-        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS} is damaged") from None
+        raise _no_run(folder, f"{SETTINGS} is damaged") from None
     if not isinstance(record, dict):
-        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS} is no mapping")
+        raise _no_run(folder, f"{SETTINGS} is no mapping")
     rows = []
     for line in lines:
         try:
@@ -74,6 +76,26 @@ def read_run(folder: Path) -> Run:
         if isinstance(row, dict):
             rows.append(row)
     return Run(folder, record, rows)
+
+
+def _no_run(folder: Path, why: str) -> UsageError:
+    return UsageError(f"{visible(str(folder))} is not a run of seqblocks try: {why}")
+
+
+def _unread(folder: Path, error: OSError) -> str:
+    """Return why a folder has no settings that can be read, and which one was probably meant."""
+    try:
+        if not folder.exists():
+            return "there is no such folder"
+        if not folder.is_dir():
+            return "it is a file; name the folder that has it"
+        if any((each / SETTINGS).is_file() for each in folder.iterdir()):
+            return f"it is a folder of runs; name them, as in {visible(shlex.quote(str(folder)))}/*"
+        if (folder.parent / SETTINGS).is_file():
+            return f"it is a part of one; name {visible(shlex.quote(str(folder.parent)))}"
+    except OSError:  # the folder cannot be listed, so the first error says more
+        pass
+    return f"{SETTINGS}: {error.strerror}"
 
 
 def page(runs: list[Run]) -> str:
@@ -92,10 +114,22 @@ def _ends(runs: list[Run]) -> str:
         seconds = run.curve("seconds")
         rows.append((
             run.label, f"{int(loss[-1][0]):,}" if loss else "0", f"{seconds[-1][1] / 60:.1f}" if seconds else "",
-            _speed(run), f"{loss[-1][1]:.3f}" if loss else "",
-            f"{held[-1][1]:.3f}" if held else "", str(run.record.get("unit", "")),
+            _speed(run), _loss(loss[-1][1]) if loss else "", _held_out(loss, held), str(run.record.get("unit", "")),
         ))  # fmt: skip
-    return markup.table(head, rows, head[1:-1])
+    ended = (f"<p>{text(run.label)}: {text(str(why))}</p>" for run in runs if (why := run.record.get("ended")))
+    return f"<figure>{markup.table(head, rows, head[1:-1])}</figure>{''.join(ended)}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _held_out(loss: list[tuple[float, float]], held: list[tuple[float, float]]) -> str:
+    """Return the last loss of held-out data, with its step if the model has learned since."""
+    if not held:
+        return ""
+    step, value = held[-1]
+    return _loss(value) + (f" (step {step:,.0f})" if loss and step != loss[-1][0] else "")
 
 
 def _speed(run: Run) -> str:
@@ -104,14 +138,14 @@ def _speed(run: Run) -> str:
     return f"{speeds[len(speeds) // 2]:,.0f}" if speeds else ""
 
 
-def _spec(run: Run) -> str:
-    return str(run.folder / CHECKPOINT)
+def _design(run: Run) -> Design:
+    return find_design(run.folder / CHECKPOINT)._replace(label=run.label)
 
 
 def _figures(runs: list[Run]) -> str:
     """Return the figures of the models side by side."""
     try:
-        return f"<h2>Models</h2>{compare(*map(_spec, runs))._repr_html_()}"
+        return f"<h2>Models</h2><figure>{compare(*map(_design, runs))._repr_html_()}</figure>"
     except Exception as error:  # a damaged checkpoint does not hide the curves
         return f"<p>The models cannot be compared: {text(str(error))}</p>"
 
@@ -129,10 +163,10 @@ def _about(run: Run, first: Run) -> str:
         if isinstance(run.record.get(name), str):
             parts.append(f"<h3>{heading}</h3><pre>{text(run.record[name], lines=True)}</pre>")
     try:
+        design = _design(run)
         if run is not first:
-            found = text(str(diff(_spec(first), _spec(run))), lines=True)
+            found = text(str(diff(_design(first), design)), lines=True)
             parts.append(f"<h3>Differences from {text(first.label)}</h3><pre>{found}</pre>")
-        design = find_design(_spec(run))
         parts.append(f"<figure>{drawing_of(design.analyse(), 3).svg()}</figure>")
         changed = "".join(f" --set {text(assignment(path, value))}" for path, value in design.overrides.items())
         heading = f"The spec, with{changed}" if changed else "The spec"
@@ -166,10 +200,16 @@ def curves(runs: list[Run]) -> str:
     if not points:
         return "<p>Nothing has been logged yet.</p>"
     right, low, high = max(x for x, _ in points), min(y for _, y in points), max(y for _, y in points)
+    # A run that diverges would press the other curves flat.
+    begin = max(found[0][1] for _, _, found in lines if found)
+    is_cut = high > ROOM * begin > low
+    if is_cut:
+        high = ROOM * begin
     if high == low:
         low, high = low - 0.5, high + 0.5
 
     def place(x: float, y: float) -> str:
+        y = min(y, high)
         across = LEFT + (WIDTH - LEFT - 10) * (x / right if right else 0)
         return f"{across:.1f},{10 + (HEIGHT - BOTTOM - 10) * (high - y) / (high - low):.1f}"
 
@@ -183,10 +223,11 @@ def curves(runs: list[Run]) -> str:
     out += _legend(runs)
     height = HEIGHT + 18 * len(runs)
     frame = f'class="curves" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    cut = f"; at the upper edge: {high:.3g} or more" if is_cut else ""
     unit = text(" or ".join(dict.fromkeys(str(run.record.get("unit", "loss")) for run in runs)))
     return (
         f'<figure><svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="loss over steps">'
-        f"{''.join(out)}</svg><figcaption>Loss in {unit} over steps; dashed: held out.</figcaption></figure>"
+        f"{''.join(out)}</svg><figcaption>Loss in {unit} over steps; dashed: held out{cut}.</figcaption></figure>"
     )
 
 
@@ -196,8 +237,10 @@ def _axes(right: float, low: float, high: float) -> Iterable[str]:
         y = 10 + (bottom - 10) * at / 4
         yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" class="grid"/>'
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{high - (high - low) * at / 4:.3g}</text>'
-        x = LEFT + (WIDTH - LEFT - 10) * at / 4
-        yield f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{right * at / 4:,.0f}</text>'
+    for step in sorted({round(right * at / 4) for at in range(5)}):
+        x = LEFT + (WIDTH - LEFT - 10) * (step / right if right else 0)
+        anchor = "end" if step == right else "middle"  # the last one would be cut off
+        yield f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="{anchor}">{step:,}</text>'
 
 
 def _legend(runs: list[Run]) -> Iterable[str]:

@@ -8,7 +8,35 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from seqblocks.errors import UnavailableError
+from seqblocks.errors import UnavailableError, UsageError, visible
+
+
+def write_picture(path: Path, text: str) -> None:
+    """Write a page or a picture. Raises UsageError for a file that has something else, such as a spec.
+
+    Else a slip of completion, `--html spec.yaml`, would cost the spec.
+    """
+    found = _begin(path)
+    if found and _kind(found) != _kind(text):
+        raise UsageError(f"{visible(str(path))} has something else: name another file, or remove it first")
+    write_text(path, text)
+
+
+def _begin(path: Path) -> str:
+    """Return the first characters of a regular file."""
+    if not path.is_file():
+        return ""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1000).strip()
+    except OSError:
+        return ""
+
+
+def _kind(text: str) -> str:
+    """Return what tells a page and the languages of pictures apart."""
+    text = text.lstrip("\ufeff \n")
+    return "<" if text.startswith("<") else text.split(maxsplit=1)[0]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -207,5 +207,10 @@ def checked_device(device: Any) -> torch.device:
     try:
         torch.empty(0, device=made)
     except Exception as error:
-        raise UnavailableError(f"device '{device}' cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UnavailableError(f"device '{device}' cannot be used here: {reason(error)}") from None
     return made
+
+
+def reason(error: Exception) -> str:
+    """Return the first sentence of an error of torch: lists of backends may follow it."""
+    return (str(error).splitlines() or ["it cannot be used"])[0].split(". ")[0]

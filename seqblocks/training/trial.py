@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import signal
 import time
@@ -116,7 +117,9 @@ class Trial:
         loss = step(self.model, self.optimizer, rate, loss_of)
         if not math.isfinite(loss):
             what = f"the loss or a gradient is not finite at step {number + 1}"
-            raise RunError(f"{what}: try a smaller --lr than {settings.rate:g}. The checkpoint is of step {number}")
+            self.note(ended=what)
+            hint = f"begin another run with a smaller --lr than {settings.rate:g}"
+            raise RunError(f"{what}: {hint}. The checkpoint is of step {number}")
         self.done += 1
         return {"step": self.done, "loss": loss, "rate": rate}
 
@@ -194,7 +197,9 @@ def begin(
     """Start a run in a new folder. about: further entries of `run.json`. Raises UsageError if the folder has files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         name = visible(str(folder))
-        raise UsageError(f"{name} exists: continue it with --resume {name}, or name another --out")
+        given = visible(shlex.quote(str(folder)))
+        others = f"continue it with --resume {given}, or name" if (folder / SETTINGS).is_file() else "name"
+        raise UsageError(f"{name} exists: {others} another --out")
     if not graph.count(spec.graph):
         raise UsageError("the model has no parameters, so there is nothing to learn")
     trial = Trial(folder, build_model(spec, seed=settings.seed), data, settings, device)
@@ -205,10 +210,11 @@ def begin(
     except RunError as error:
         hint = f". Try another --length than {settings.length:,}" if isinstance(data, Text) else ""
         raise UsageError(f"{error}{hint}") from None
+    threads = torch.get_num_threads()
     trial.record = {
         **about, "settings": asdict(settings), "digest": data.digest, "unit": data.unit, "name": spec.name,
         "params": graph.count(spec.graph), "versions": {"seqblocks": __version__, "torch": torch.__version__},
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device}",
+        "machine": f"{platform.machine()}, {threads} thread{'s' * (threads != 1)}, {device}",
     }  # fmt: skip
     with _complete(folder) as trial.folder:
         trial.save()

@@ -139,6 +139,34 @@ def test_overrides_may_follow_the_path(run_main: Run, folder: Path) -> None:
         assert "there is no 'nothing'" in run_main(verb, "mlstm_small@nothing=3").stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory", "good.yaml", "--fits", ""], "--fits has no value"),
+        (["memory", "good.yaml", "--fits="], "--fits has no value"),
+        (["new", ""], "the argument after new is empty"),
+        (["check", "good.yaml", ""], "the argument after good.yaml is empty"),
+    ],
+)
+def test_an_empty_argument_does_not_count_as_left_out(
+    words: list[str], message: str, run_main: Run, folder: Path
+) -> None:
+    """It is what a variable of the shell becomes that is not set: a budget of nothing would always be met."""
+    done = run_main(*words, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {message}: is a variable of the shell not set?\n"
+
+
+def test_tasks_may_be_left_out(run_main: Run, folder: Path) -> None:
+    assert "required: SPEC\n" in run_main("probe", cwd=folder).stderr
+
+
+def test_an_override_without_a_value(run_main: Run, folder: Path) -> None:
+    done = run_main("compare", "good.yaml@dim", cwd=folder)
+    assert done.returncode == 2
+    assert "'good.yaml@dim': an override is written PATH=VALUE, as in good.yaml@dim=64" in done.stderr
+
+
 def test_specs_may_follow_an_option_and_help_is_a_verb_too(run_main: Run, folder: Path) -> None:
     done = run_main("check", "good.yaml", "--set", "dim=9", "good.yaml", cwd=folder)
     assert done.stdout.count("good.yaml: ok, 40 parameters") == 2, done.stderr

@@ -292,6 +292,16 @@ def test_what_is_no_file_is_written_to(run_main: Run, tmp_path: Path) -> None:
         os.close(reader)
 
 
+def test_a_picture_replaces_no_spec(run_main: Run, tmp_path: Path) -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 4}, steps: [sigmoid]}\n"
+    (tmp_path / "spec.yaml").write_text(text)
+    for words in ("draw spec.yaml --html", "draw spec.yaml --dot", "diff spec.yaml spec.yaml --html"):
+        done = run_main(*words.split(), "spec.yaml", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "spec.yaml has something else: name another file" in done.stderr
+        assert (tmp_path / "spec.yaml").read_text() == text
+
+
 def test_the_command(run_main: Run, tmp_path: Path) -> None:
     done = run_main("draw", "mlstm_small", "--svg", "a.svg", "--html", "-", cwd=tmp_path)
     assert done.returncode == 0

@@ -292,6 +292,11 @@ def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
     done = run_main(*command, "dim=4..8", "--to", "params=36", "--write", "-", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--write takes the name of a file, not -" in done.stderr
+    (folder / "notes.txt").write_text("mine")
+    done = run_main(*command, "dim=4..8", "--to", "params=36", "--write", "notes.txt", cwd=folder)
+    assert done.returncode == 2
+    assert "notes.txt is not a spec, so it is not overwritten" in done.stderr
+    assert (folder / "notes.txt").read_text() == "mine"
     failed = (*command, "dim=4..8", "--to", "params=36", "--write", "no/out.yaml")
     done = run_main(*failed, "--format", "json", cwd=folder)  # the result is printed, and the error beside it
     assert json.loads(done.stdout)["candidates"][0]["facts"]["params"] == 36
@@ -344,6 +349,8 @@ def test_divisibility_is_that_of_the_validator(tmp_path: Path) -> None:
         (["--solve", "dim=9..8", "--to", "params=100"], 2, "FIRST..LAST:STEP"),
         (["--solve", "dim=1..8:0", "--to", "params=100"], 2, "FIRST..LAST:STEP"),
         (["--solve", "dim=1..1e12", "--to", "params=100"], 2, "more than 100,000 values"),
+        (["--solve", "dim=8:32:8", "--to", "params=100"], 2, "dim=8:32:8: a range is written FIRST..LAST:STEP"),
+        (["--solve", "dim=8...32", "--to", "params=100"], 2, "a range is written FIRST..LAST:STEP"),
         (["--solve", "dim=", "--to", "params=100"], 2, "takes a range or a list"),
         (["--solve", "dim=1", "--solve", "dim=2", "--to", "params=100"], 2, "values twice"),
         (["--solve", "dim=1", "--set", "dim=2", "--to", "params=100"], 2, "cannot be set"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import random
 import subprocess
 from collections.abc import Callable
@@ -135,6 +136,10 @@ def test_kept_rows_have_their_values_in_the_order_of_the_options(run_main: Run, 
 def test_other_files_are_left_as_they_are(run_main: Run, folder: Path) -> None:
     """A file of one line without an end too, as a killed sweep leaves its last line."""
     (folder / "notes.txt").write_text("to be kept")
+    for path, why in (("-", "takes the name of a file, not -"), (os.devnull, "is not a file")):
+        done = run_main(*COMMAND, "--out", path, cwd=folder)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert why in done.stderr
     done = run_main(*COMMAND, "--out", "notes.txt", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "was not written by seqblocks sweep" in done.stderr

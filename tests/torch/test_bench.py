@@ -18,6 +18,7 @@ from seqblocks.bench import clocks, floors, measure
 from seqblocks.cli.device import device_of
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.report.summary import summarise
+from seqblocks.runtime.arguments import reason
 from tests.sampled import sampled
 
 RATE = 1e13  # of the machine in these tests: higher than any, so that no step takes less than its floor
@@ -248,7 +249,12 @@ def test_the_command(run_main: Run, tmp_path: Any) -> None:
     shown = run_main("bench", "a.yaml", "--seconds", "0.01", cwd=tmp_path).stdout
     assert "layers.*.causal_conv (3 x)" in shown
     assert "between the steps" in shown
-    wrong = {("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "computes nothing"}
+    table, _, remarks = shown.partition("\n\n  ")
+    assert ("?: half of the times" in remarks) == ("  ?  " in table)
+    wrong = {
+        ("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "computes nothing",
+        ("--threads", "99999"): "--threads 99,999: this machine has",
+    }  # fmt: skip
     for words, message in wrong.items():
         failed = run_main("bench", "a.yaml", *words, cwd=tmp_path)
         assert failed.returncode == 2
@@ -265,3 +271,13 @@ def test_a_device_that_cannot_be_used(given: str | None, hint: str) -> None:
     found = SimpleNamespace(device=torch.device, zeros=busy, cuda=SimpleNamespace(is_available=lambda: True))
     with pytest.raises(UnavailableError, match=f"--device cuda: CUDA error: device is busy{hint}$"):
         device_of(argparse.Namespace(device=given), found)
+
+
+def test_a_device_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match=r"--device CPU is not a device: name cpu, cuda"):
+        device_of(argparse.Namespace(device="CPU"), torch)
+
+
+def test_lists_of_backends_are_left_out() -> None:
+    error = NotImplementedError("Could not run 'aten::empty.memory_format' on 'MPS'. It is available for: [CPU, …]")
+    assert reason(error) == "Could not run 'aten::empty.memory_format' on 'MPS'"

@@ -165,11 +165,16 @@ def test_nothing_is_overwritten(run_main: Run, folder: Path) -> None:
     command = ("try", "spec.yaml", "--text", "text.txt", "--steps", "1")
     done = run_main(*command, "--out", "run", cwd=folder)
     assert done.returncode == 2
-    assert "run exists" in done.stderr
+    assert "run exists: name another --out" in done.stderr
     assert [path.name for path in (folder / "run").iterdir()] == ["precious.txt"]
     for expected in ("runs/spec", "runs/spec-2"):
         assert run_main(*command, "-q", *SMALL, cwd=folder).stdout == ""
         assert (folder / expected / "run.json").exists()
+    shown = run_main(*command, "--out", "my run", *SMALL, cwd=folder).stdout
+    assert "seqblocks report 'my run' " in shown
+    assert "seqblocks try --resume 'my run' --minutes 3" in shown
+    again = run_main(*command, "--out", "my run", cwd=folder).stderr
+    assert "my run exists: continue it with --resume 'my run', or name" in again
 
 
 @pytest.mark.parametrize(
@@ -256,7 +261,8 @@ def test_a_loss_that_is_not_finite_keeps_the_checkpoint(run_main: Run, folder: P
     numpy.savez(folder / "data.npz", x=x, y=numpy.full((40, 6, 2), 3e38, "float32"))
     done = run_main("try", "spec.yaml", "--npz", "data.npz", "--steps", "9", "--out", "run", cwd=folder)
     assert done.returncode == 2
-    assert "not finite at step 1: try a smaller --lr" in done.stderr
+    assert "not finite at step 1: begin another run with a smaller --lr" in done.stderr
+    assert "not finite at step 1" in json.loads((folder / "run" / "run.json").read_text())["ended"]
     assert all(x.isfinite().all() for x in weights(folder / "run").values())
     assert (seqblocks.checkpoint.load_extra(folder / "run" / "checkpoint") or {})["step"] == 0
 
@@ -483,6 +489,7 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert text.count("<h3>Before</h3>") == text.count("<h3>After</h3>") == 2
     assert f"{rows(folder / 'second')[-1]['loss']:.3f}" in text
     assert "Differences from" in text
+    assert "/checkpoint" not in text.partition("<summary>")[0]
     assert text.count("<summary>The spec") == 2
     assert "<summary>The spec, with --set dim=8</summary>" in text
     assert (folder / "second" / "checkpoint" / "spec.yaml").read_text().splitlines()[0] in text
