@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -26,6 +27,7 @@ def ahead(steps: str, input: str = "{features: 8}") -> tuple[int | str | None, s
 
 DOWN, UP = "{downsample: {factor: %d, name: down%s}}", "{upsample: {factor: %d, name: up%s}}"
 CONV, TURNED = "{conv1d: {features: 8, kernel: %s}}", "{conv_transpose1d: {features: 8, kernel: %s}}"
+CENTRED = "{conv1d: {features: 8, kernel: 3, causal: false, name: conv%s}}"
 ATTENTION = "{attention: {q: input, k: input, v: input, heads: 2%s}}"
 HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
 
@@ -47,6 +49,8 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         # The lookahead is at most the rest of a frame that contains whole windows of all sizes.
         (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}, {DOWN % (3, 3)}", 5, "down1"),
         (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}", 3, "down1"),
+        # A token past the end of a frame reads all of the next frame.
+        (f"{CENTRED % 1}, {HOURGLASS}, {CENTRED % 2}, {DOWN % (4, 2)}, {UP % (4, 2)}", 8, "conv1"),
         # Joins, sums and merges have the lookahead of their farthest input.
         (f"{{residual: {{steps: [{HOURGLASS}]}}}}", 3, "residual.down"),
         (f"{{parallel: {{branches: [{{a: [silu]}}, {{b: [{HOURGLASS}]}}]}}}}", 3, "parallel.b.down"),
@@ -106,6 +110,48 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
 )
 def test_the_lookahead_and_the_step_that_causes_it(steps: str, expected: int | str, first: str | None) -> None:
     assert ahead(steps) == (expected, first)
+
+
+def read_by_chain(chance: random.Random) -> tuple[str, int]:
+    """Return random steps that change the rate or read other tokens, and the lookahead found by running them.
+
+    A token is represented by the last token of the input that it depends on.
+    """
+    length, steps = 144, list[str]()
+    last, beginning = list(range(length)), -length
+    for at in range(chance.randint(4, 9)):
+        n, by = len(last), chance.randint(2, 4)
+        verb = chance.choice(["down and up", "down", "up", "shift", "ahead", "centred"])
+        if "down" in verb and n % by == 0 and n // by >= 6:
+            steps.append(DOWN % (by, at))
+            last = [max(last[j : j + by]) for j in range(0, n, by)]
+        if (verb == "up" and n * by <= 2 * length) or (verb == "down and up" and len(last) < n):
+            steps.append(UP % (by, at))
+            last = [each for each in last for _ in range(by)]
+        if verb == "shift":
+            steps.append(f"{{shift: {by}}}")
+            last = [beginning] * by + last[:-by]
+        if verb == "ahead":
+            steps.append(f"{{scan: {{order: reverse, steps: [{{shift: {by}}}]}}}}")
+            last = last[by:] + [beginning] * by
+        if verb == "centred":
+            steps.append(CENTRED % at)
+            last = [max(last[max(j - 1, 0) : j + 2]) for j in range(n)]
+    ahead = max(each - position * length // len(last) for position, each in enumerate(last))
+    return ", ".join(steps), max(ahead, 0)
+
+
+@pytest.mark.parametrize("part", [0, slow(1)])
+def test_no_chain_of_steps_looks_further_ahead(part: int) -> None:
+    """The lookahead is at least what the steps read, and mostly that."""
+    found = []
+    for seed in range(40 * part, 40 * (part + 1)):
+        steps, read = read_by_chain(random.Random(seed))
+        tokens, _ = ahead(steps or "silu", "{features: 8, length: 144}")
+        assert isinstance(tokens, int)
+        assert read <= tokens, steps
+        found.append(read == tokens)
+    assert sum(found) >= 28  # of 40: 89 % of 1,600 chains
 
 
 def test_the_orders_of_a_grid() -> None:

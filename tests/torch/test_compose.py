@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import seqblocks
 from tests.compose import compose
 from tests.mutate import mutated
-from tests.torch.judge import judge
+from tests.torch.judge import judge, moderate
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may produce warnings
 
@@ -31,6 +33,44 @@ def test_numbers_that_overflow_in_long_sequences_are_not_compared() -> None:
     """The state of token n is about 2.5^n / 1.5: 162 after 6 tokens, and 1016 after 8, whose exponential overflows."""
     assert judge(GROWING, 0, length=6)
     assert judge(GROWING, 0, length=12)
+
+
+GRID = """
+seqblocks: 1
+model:
+  input: {features: 2, grid: [2, 2]}
+  steps:
+    - rearrange: {pattern: "(rows p) (columns q) features -> rows columns (p q features)", p: 1, q: 2}
+    - class_token
+    - downsample: {factor: 3}
+"""
+
+
+def test_a_grid_may_be_smaller_than_a_frame() -> None:
+    """Two merged patches and a class token become one token. A frame of three patches has six tokens, the grid four."""
+    assert judge(GRID, 0)
+
+
+UNSEEN = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - downsample: {factor: 3, as: merged}
+    - attention: {q: input, k: merged, v: merged, heads: 2, cache: 9, logsumexp: true, as: far}
+    - attention: {q: input, k: input, v: input, heads: 2, cache: 9, logsumexp: true}
+    - merge_attention: {with: far, heads: 2, as: y}
+    - linear: {from: %s, features: 1}
+"""
+
+
+@pytest.mark.parametrize(("read", "compared"), [("y", True), ("far", False)])
+def test_only_a_merge_can_use_the_log_of_no_exponentials(read: str, compared: bool) -> None:
+    """The first tokens see no merged one: their log is -1e30, in which other numbers are lost."""
+    model = seqblocks.build_text(UNSEEN % read, dtype=torch.float64, seed=0)
+    before = model.linear.weight.clone()
+    assert moderate(model, 0, frames=2) == compared
+    assert torch.equal(model.linear.weight, before) == compared
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])

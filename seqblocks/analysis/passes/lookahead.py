@@ -129,6 +129,11 @@ def whole_tokens(tokens: Tokens) -> Tokens:
     return tokens if tokens == WHOLE else math.ceil(tokens)
 
 
+def _whole_frames(tokens: Tokens, frame: Rate) -> Tokens:
+    """Return a number of tokens, rounded up to whole frames."""
+    return tokens if tokens == WHOLE else -(-tokens // frame) * frame
+
+
 def shown(tokens: Tokens) -> int | str:
     """Return a lookahead as a number or `all`."""
     return "all" if tokens == WHOLE else math.ceil(tokens)
@@ -238,9 +243,9 @@ def _op(node: graph.OpNode, known: dict[int, Ahead], path: str, backwards: bool)
         extra += adds
     elif adds:
         window, extra = 1, most.bound + adds
-    frame, later = common_rate(most.frame, made), most.later + whole_tokens(max(adds - max(made - rate, 0), 0))
-    later += -(-adds // frame) * frame if adds < 0 else 0
-    found = Ahead(window, extra, most.first, mixes, frame=frame, later=later)
+    past = adds if adds < 0 else max(adds - max(made - rate, 0), 0)  # the end of the op's own window
+    later = most.later + _whole_frames(past, most.frame)  # a token past the end of a frame reads all of the next one
+    found = Ahead(window, extra, most.first, mixes, frame=common_rate(most.frame, made), later=later)
     if not found.tokens:
         return found._replace(first=None)
     enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
