@@ -215,7 +215,8 @@ class Tape:
         kept = [value.again() if isinstance(value, Value) else self.new((value,), 1) for value in keeps]
         for value in kept:
             self.note(value.memory, 0)
-        self._save(bool(kept))
+        if self._save(bool(kept)):
+            self._cancel(outputs, [*given, *kept])
         node = Node(given, len(outputs), kept, self._gradients(given, outputs[0], backward, turned), self.step)
         self._nodes.append(weakref.ref(node))
         for at, value in enumerate(outputs):
@@ -627,10 +628,28 @@ class Tape:
         saves, (self._saves, self._last, self.stopped) = self._saves, outer
         return y, saves
 
-    def _save(self, is_saved: bool = True) -> None:
-        """Count what is kept. Nothing needs memory after the last part of a layer that is computed again."""
+    def _save(self, is_saved: bool = True) -> bool:
+        """Count what is kept. Nothing needs memory after the last part of a layer that is computed again.
+
+        Returns whether this is that last part.
+        """
         self._saves += is_saved
-        self.stopped |= is_saved and self._saves == self._last
+        is_last = is_saved and self._saves == self._last
+        self.stopped |= is_last
+        return is_last
+
+    def _cancel(self, outputs: Iterable[Value], others: Iterable[Value]) -> None:
+        """Count no outputs, unless others lie in their memory: torch keeps operands before it computes."""
+        kept = {id(value.memory) for value in others}
+        made = {id(y.memory) for y in outputs} - kept
+        for at in reversed(range(len(self.events))):
+            if not made:
+                return
+            memory, size, phase = self.events[at]
+            if size > 0 and id(memory) in made:
+                self.events[at], memory.bytes = Event(memory, 0, phase), 0
+                self.live -= size
+                made.remove(id(memory))
 
     def in_float32(self, run: Callable[..., Value], x: Value, *others: Value | None) -> Value:
         """Record run(x, *others) as `numerics.in_float32` computes it: 16 bits are converted, and so again backward."""
