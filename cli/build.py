@@ -13,9 +13,9 @@ from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named, params_bytes
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
-from seqblocks.report.summary import summarise
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from seqblocks.language.spec_files import bundled, looks_like_path
 from seqblocks.suggestions import did_you_mean, instead_of
 
 if TYPE_CHECKING:
-    from seqblocks.report.reference import Verb
+    from seqblocks.descriptions.reference import Verb
 
 
 def list(options: argparse.Namespace) -> int:  # noqa: A001 - it has the name of its command
@@ -45,7 +45,7 @@ def list(options: argparse.Namespace) -> int:  # noqa: A001 - it has the name of
 
 def ops(options: argparse.Namespace) -> int:
     """List all verbs or the blocks of a spec, or describe a single one."""
-    from seqblocks.report import reference
+    from seqblocks.descriptions import reference
 
     source, colons, name = (options.name or "").partition("::")
     if colons or (source and looks_like_path(source)):
@@ -65,7 +65,7 @@ def ops(options: argparse.Namespace) -> int:
 
 
 def _list_verbs(verbs: dict[str, Verb], options: argparse.Namespace) -> None:
-    from seqblocks.report import reference
+    from seqblocks.descriptions import reference
 
     if options.format == "json":
         output.dump({name: reference.facts(verb) for name, verb in verbs.items()})
@@ -177,8 +177,8 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) -> str:
+    from seqblocks.descriptions import listing, outline
     from seqblocks.language import document
-    from seqblocks.report import listing, outline
 
     if stage == "document":
         return document.show(file.root)
@@ -191,8 +191,8 @@ def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) 
 
 
 def _stage_data(stage: str, file: SpecFile) -> Any:
+    from seqblocks.descriptions import outline
     from seqblocks.language import document
-    from seqblocks.report import outline
 
     return document.plain(file.root) if stage == "document" else outline.data(file)
 
@@ -220,7 +220,7 @@ def _source(options: argparse.Namespace) -> int:
 def schema(options: argparse.Namespace) -> int:
     """Print the JSON schema of the language."""
     from seqblocks.cli.check import load
-    from seqblocks.report.schema import schema as made
+    from seqblocks.descriptions.schema import schema as made
 
     file = None
     if options.spec is not None:

@@ -10,9 +10,9 @@ from seqblocks.architect.memory import Estimate, largest_batch, memory, read_byt
 from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.compare import model_of
 from seqblocks.cli.progress import progress
+from seqblocks.descriptions.numbers import bytes_of, count
 from seqblocks.errors import visible
 from seqblocks.graph import ChooseNode, walk
-from seqblocks.report.numbers import bytes_of, count
 
 TOO_LARGE = 1
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from seqblocks.descriptions.numbers import bytes_of as bytes_of
+from seqblocks.descriptions.numbers import short as short
 from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, escape_controls, render_all
-from seqblocks.report.numbers import bytes_of as bytes_of
-from seqblocks.report.numbers import short as short
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec

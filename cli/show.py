@@ -7,8 +7,8 @@ import argparse
 from rich.console import Console
 
 from seqblocks.cli import output
-from seqblocks.report import table
-from seqblocks.report.summary import Summary
+from seqblocks.descriptions import table
+from seqblocks.descriptions.summary import Summary
 
 
 def console(options: argparse.Namespace) -> Console:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from seqblocks.combinators import COMBINATORS, find_combinator
+from seqblocks.descriptions import reference
+from seqblocks.descriptions.reference import Argument, Verb
 from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.op import Op, Port
 from seqblocks.parameters import INITIALISERS
-from seqblocks.report import reference
-from seqblocks.report.reference import Argument, Verb
 
 FOLDER = Path(__file__).resolve().parent / "language"
 PART = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)

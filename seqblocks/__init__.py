@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from seqblocks.architect.memory import memory
     from seqblocks.architect.sweep import sweep
     from seqblocks.checkpoint import from_pretrained, load, save
+    from seqblocks.descriptions.summary import Summary, summarise
     from seqblocks.model.builder import build, build_model, build_text
     from seqblocks.model.layer import block, block_text
     from seqblocks.model.quantize import quantize
     from seqblocks.op import Op, primitive
     from seqblocks.picture.drawing import Drawing, draw
-    from seqblocks.report.summary import Summary, summarise
     from seqblocks.streaming.generate import generate
 
 # Imported on first use, because some need torch, all need pydantic, and imports take most of the time of `check`.
@@ -58,7 +58,7 @@ _LAZY |= {name: f"seqblocks.architect.{name}" for name in ("compare", "diff", "f
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Drawing", "draw"), "seqblocks.picture.drawing")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
-_LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
+_LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.descriptions.summary")
 # modules, `seqblocks.testing.check_law`
 _LAZY |= dict.fromkeys(("checkpoint", "distributed", "export", "kernels", "state", "testing"), "")
 

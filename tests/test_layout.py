@@ -60,7 +60,7 @@ ORDER = """
     analysis/steps/*
     analysis/passes/*
     analysis/*
-    report/*
+    descriptions/*
     picture/*
     serve/*
     editor/*

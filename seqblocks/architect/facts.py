@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from seqblocks import graph
 from seqblocks.analysis.passes import lookahead
 from seqblocks.cost import count_state, input_macs, item_bytes, longest, macs, params_bytes, state_bytes, tokens_of
+from seqblocks.descriptions.numbers import bytes_of, count, short
 from seqblocks.errors import UsageError, quote
 from seqblocks.graph import Graph, ModelSpec
-from seqblocks.report.numbers import bytes_of, count, short
 from seqblocks.suggestions import did_you_mean
 
 EMBEDDINGS = frozenset({"embed", "unembed", "position_embed"})  # verbs whose tables the literature leaves out

@@ -18,9 +18,9 @@ from seqblocks.architect.designs import find_design
 from seqblocks.architect.replay import MOMENTS, Replay, Sizes
 from seqblocks.architect.tables import aligned, csv, markdown
 from seqblocks.cost import dtype_named, longest, params_bytes, state_bytes, tokens_of
+from seqblocks.descriptions.numbers import bytes_of
 from seqblocks.errors import UsageError, listing, quote
 from seqblocks.graph import ModelSpec
-from seqblocks.report.numbers import bytes_of
 from seqblocks.suggestions import did_you_mean
 from seqblocks.tape import Memory, Tape
 

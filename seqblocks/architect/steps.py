@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from seqblocks import graph
+from seqblocks.descriptions.layer_wires import LayerWire, layer_wires
 from seqblocks.graph import Graph, Node
 from seqblocks.record import Record
-from seqblocks.report.layer_wires import LayerWire, layer_wires
 
 PREVIOUS = "the step before"  # what a port reads unless the spec says otherwise
 

@@ -13,6 +13,7 @@ from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.analysis.scope.step import Verb
 from seqblocks.analysis.scope.values import inheriting
 from seqblocks.combinators import Combinator
+from seqblocks.descriptions import reference
 from seqblocks.editor.context import Context, context_of, holds_steps
 from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
 from seqblocks.editor.hover import COMMON, about_argument, about_block, about_verb
@@ -29,7 +30,6 @@ from seqblocks.language.spec_files import bundled, specs_beside
 from seqblocks.language.uses import added
 from seqblocks.op import Op
 from seqblocks.parameters import INITIALISERS
-from seqblocks.report import reference
 from seqblocks.types import Kind
 
 _OPERAND = re.compile(r"(?:\b(?:if|and|or|not)|[-+*/<>=])\s*$")  # what a number follows in a condition

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from seqblocks.analysis.analyse import Analysis
 from seqblocks.analysis.scope.step import find_verb
+from seqblocks.descriptions import reference
 from seqblocks.editor.completion import complete
 from seqblocks.editor.edits import Edit, applied
 from seqblocks.editor.naming import with_key
@@ -17,7 +18,6 @@ from seqblocks.editor.steps import Written, as_step, trail
 from seqblocks.errors import Diagnostic
 from seqblocks.language.document import Scalar
 from seqblocks.language.spec import Block
-from seqblocks.report import reference
 
 OFFERED = 3  # maximum values for one argument
 TRIED = 8  # maximum values that are tried: each takes an analysis

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from seqblocks.analysis.passes.budgets import written
 from seqblocks.analysis.passes.expectations import figures
 from seqblocks.analysis.scope.references import Reference
+from seqblocks.descriptions import reference
 from seqblocks.editor import steps
 from seqblocks.editor.calls import block_of, key_at
 from seqblocks.editor.hints import PARTS, facts
@@ -16,7 +17,6 @@ from seqblocks.editor.values import type_of_wire, value_of
 from seqblocks.errors import Span
 from seqblocks.language.document import Scalar
 from seqblocks.language.spec import Block
-from seqblocks.report import reference
 
 
 class Hover(NamedTuple):

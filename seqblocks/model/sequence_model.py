@@ -363,7 +363,7 @@ class SequenceModel(Body):
         return plan_tokens(self, self.spec, self.declared_state, stream)
 
     def _repr_html_(self) -> str:
-        from seqblocks.report.summary import summarise  # only needed in a notebook
+        from seqblocks.descriptions.summary import summarise  # only needed in a notebook
 
         return summarise(self)._repr_html_()
 

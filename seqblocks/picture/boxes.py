@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from seqblocks import graph
+from seqblocks.descriptions.summary import Row, rows_of, summarise
 from seqblocks.errors import Diagnostic, Span, visible
 from seqblocks.graph import Graph, ModelSpec
-from seqblocks.report.summary import Row, rows_of, summarise
 from seqblocks.types import Wire
 
 START = -1  # as the maker of a wire: the input of the list

@@ -40,7 +40,7 @@ pyyaml==6.0.3 --hash=sha256:c458b6d084f9b935061bc36216e8a69a7e293a2f1e68bf956dcd
 }
 LEFT_OUT = (".pyi", ".typed", "yaml/_yaml.cpython-314-x86_64-linux-gnu.so")  # names end so
 FOLDERS = (  # all that run without torch: tests/test_layout.py compares them with its table
-    "analysis", "architect", "combinators", "editor", "graph", "language", "ops", "picture", "report", "serve",
+    "analysis", "architect", "combinators", "descriptions", "editor", "graph", "language", "ops", "picture", "serve",
     "specs", "workspace",
 )  # fmt: skip
 PAGE_FILES = ("page.css", "page.js", "worker.mjs")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from seqblocks.analysis.analyse import Folders, analyse_text, yaml
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import SeqblocksError
 from seqblocks.language.document import Mapping as Table
 from seqblocks.language.document import Scalar
 from seqblocks.language.spec_files import bundled
 from seqblocks.picture.drawing import drawing_of
-from seqblocks.report.summary import summarise
 
 PAGE_MAX_PROBLEMS = 200  # errors, and as many warnings
 PICTURE_MAX_BOXES = 4000  # in a picture: browsers lay it out anew with each key

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import seqblocks
+from seqblocks.descriptions.schema import schema
 from seqblocks.errors import SpecError
-from seqblocks.report.schema import schema
 
 TEXT = """
 seqblocks: 1

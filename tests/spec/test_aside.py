@@ -6,8 +6,8 @@ import pytest
 
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.descriptions import listing
 from seqblocks.graph import ModelSpec
-from seqblocks.report import listing
 
 HEAD = """
 seqblocks: 1

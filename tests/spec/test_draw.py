@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import seqblocks
+from seqblocks.descriptions.summary import Row, summarise
 from seqblocks.errors import UsageError
 from seqblocks.language.spec_files import bundled
 from seqblocks.picture.boxes import START, Box, lanes
 from seqblocks.picture.drawing import Drawing
 from seqblocks.picture.svg import GAP, LANE, Placed, place
-from seqblocks.report.summary import Row, summarise
 from tests.compose import compose
 from tests.sampled import sampled
 

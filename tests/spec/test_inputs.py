@@ -11,10 +11,10 @@ import pytest
 
 from seqblocks import cost
 from seqblocks.analysis.check import load_text
+from seqblocks.descriptions import listing
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import ExpectationError, SpecError, SpecWarning
 from seqblocks.graph import ModelSpec, walk
-from seqblocks.report import listing
-from seqblocks.report.summary import summarise
 
 TEXT = """seqblocks: 1
 model:

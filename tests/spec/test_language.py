@@ -10,12 +10,12 @@ import pytest
 
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.descriptions import listing
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import ExpectationError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.language.arguments import ARGUMENT_TYPES
 from seqblocks.language.spec_files import bundled
-from seqblocks.report import listing
-from seqblocks.report.summary import summarise
 from tests.spec.invariants import verify
 
 
@@ -496,9 +496,9 @@ def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
 
 def test_the_words_that_hints_lead_to_exist() -> None:
     """Replacements for words of other libraries are verbs, arguments or words of this language."""
+    from seqblocks.descriptions import reference
     from seqblocks.language.expressions import FUNCTIONS
     from seqblocks.parameters import INITIALISERS
-    from seqblocks.report import reference
     from seqblocks.suggestions import vocabulary
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}

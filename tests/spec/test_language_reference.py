@@ -12,8 +12,8 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.combinators import COMBINATORS
+from seqblocks.descriptions import reference
 from seqblocks.language.spec import bundled
-from seqblocks.report import reference
 
 PAGE = (Path(__file__).parents[2] / "docs" / "language" / "combinators.md").read_text("utf-8")
 

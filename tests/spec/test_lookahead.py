@@ -9,9 +9,9 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.analysis.passes import lookahead
+from seqblocks.descriptions import listing
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import Diagnostic, SpecError
-from seqblocks.report import listing
-from seqblocks.report.summary import summarise
 from tests.sampled import slow
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.descriptions import listing
 from seqblocks.errors import OverrideWarning, SpecError, UsageError
 from seqblocks.language import overrides
-from seqblocks.report import listing
 from tests.spec.test_language import OFFICIAL, model
 
 

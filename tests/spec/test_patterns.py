@@ -7,8 +7,8 @@ import pytest
 from seqblocks.analysis import check
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import read_pattern
+from seqblocks.descriptions import listing
 from seqblocks.errors import Fault
-from seqblocks.report import listing
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from seqblocks.analysis import check
+from seqblocks.descriptions.schema import schema
 from seqblocks.errors import Report, Source
 from seqblocks.language.document import parse, plain
 from seqblocks.language.spec_files import bundled
-from seqblocks.report.schema import schema
 from tests.sampled import sampled
 from tests.spec import language_server
 

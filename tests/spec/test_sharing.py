@@ -10,10 +10,10 @@ import pytest
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.cost import params_bytes
+from seqblocks.descriptions import listing
+from seqblocks.descriptions.summary import Row, summarise
 from seqblocks.errors import SpecError, SpecWarning
 from seqblocks.graph import ModelSpec
-from seqblocks.report import listing
-from seqblocks.report.summary import Row, summarise
 from tests.spec.invariants import verify
 
 PAIR = """blocks:

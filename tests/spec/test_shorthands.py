@@ -7,8 +7,8 @@ import pytest
 from seqblocks import op
 from seqblocks.analysis import check
 from seqblocks.combinators import COMBINATORS, find_combinator
+from seqblocks.descriptions import listing, reference
 from seqblocks.errors import SpecError
-from seqblocks.report import listing, reference
 
 HEAD = (
     "seqblocks: 1\nmodel:\n  input: {features: 8, length: 6}\n  steps:\n    - linear: {features: 8, as: other}\n    - "

@@ -16,6 +16,8 @@ import pytest
 
 import seqblocks
 from seqblocks import graph
+from seqblocks.descriptions import reference
+from seqblocks.descriptions.summary import Row, summarise
 from seqblocks.editor import rename
 from seqblocks.editor.completion import Item, bundled_blocks, complete
 from seqblocks.editor.cursor import HOLE, at_cursor
@@ -25,8 +27,6 @@ from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import Span
 from seqblocks.language.spec_files import bundled
-from seqblocks.report import reference
-from seqblocks.report.summary import Row, summarise
 from tests.spec.test_analyse import inside
 
 FILES = bundled()

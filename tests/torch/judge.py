@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.descriptions import listing
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import SpecError
 from seqblocks.kernels.attention.scores import NOTHING
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.report import listing
-from seqblocks.report.summary import summarise
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.testing import check_law, check_lookahead, check_shapes, random_context, random_input

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from seqblocks.descriptions.summary import summarise
 from seqblocks.kernels.attention import attention, attention_between
 from seqblocks.ops.attention import complete_pairs
-from seqblocks.report.summary import summarise
 from seqblocks.testing import check_law, check_lookahead, check_shapes
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

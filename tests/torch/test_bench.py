@@ -16,8 +16,8 @@ from seqblocks import bench as package
 from seqblocks import graph
 from seqblocks.bench import clocks, floors, measure
 from seqblocks.cli.device import device_of
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import UnavailableError, UsageError
-from seqblocks.report.summary import summarise
 from seqblocks.runtime.arguments import reason
 from tests.sampled import sampled
 

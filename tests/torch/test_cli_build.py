@@ -60,7 +60,7 @@ def test_the_table(name: str, arguments: list[str], width: int, run_main: Run, r
     ],
 )
 def test_layers_by_ranges(numbers: list[int], shown: str) -> None:
-    from seqblocks.report.table import _ranges
+    from seqblocks.descriptions.table import _ranges
 
     assert _ranges(numbers) == shown
 

@@ -9,7 +9,7 @@ import torch
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.report import listing
+from seqblocks.descriptions import listing
 from seqblocks.testing import check_law
 
 RATES = "formula: 4 ** (-feature / features) if feature % 2 == 0 else side"

@@ -14,9 +14,9 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
+from seqblocks.descriptions.summary import summarise
 from seqblocks.errors import RunError
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.report.summary import summarise
 from seqblocks.runtime.call import Call
 from seqblocks.testing import check_law
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, silu, softplus
 
 import seqblocks
-from seqblocks.report.summary import summarise
+from seqblocks.descriptions.summary import summarise
 
 
 def test_attention_is_the_fifth_of_eight_and_experts_are_in_odd_layers() -> None:

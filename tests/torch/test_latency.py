@@ -8,8 +8,8 @@ import torch
 import seqblocks
 from seqblocks.analysis.passes import lookahead
 from seqblocks.checkpoint import hf_config
+from seqblocks.descriptions import listing
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.report import listing
 from seqblocks.testing import check_lookahead, random_input
 
 HEAD = "seqblocks: 1\nmodel:\n  input: {features: 3, sample_rate: 8000}\n  steps: "

@@ -28,9 +28,9 @@ from seqblocks.cost import (
     state_bytes,
     tokens_of,
 )
+from seqblocks.descriptions.layer_wires import LayerWire, layer_wires
 from seqblocks.errors import UsageError, listing
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.report.layer_wires import LayerWire, layer_wires
 from seqblocks.types import Rate, Wire
 
 
@@ -122,7 +122,7 @@ class Summary:
         return self.table()
 
     def _repr_html_(self) -> str:
-        from seqblocks.report import table  # which needs rich
+        from seqblocks.descriptions import table  # which needs rich
 
         return table.html(self)
 
@@ -131,7 +131,7 @@ class Summary:
 
         width: in columns, by default that of the terminal. batch: also count the cost and state of so many sequences.
         """
-        from seqblocks.report import table  # which needs rich
+        from seqblocks.descriptions import table  # which needs rich
 
         return table.text(self, width, batch)
 

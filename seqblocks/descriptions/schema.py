@@ -17,6 +17,8 @@ from seqblocks.analysis.checkpoint_maps.named import NAMED
 from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.combinators.cell import CellState
+from seqblocks.descriptions.reference import Argument as Declared
+from seqblocks.descriptions.reference import Verb, about, arguments, is_required, ports, verbs
 from seqblocks.language.arguments import ARGUMENT_TYPES, Argument
 from seqblocks.language.spec import (
     BLOCK_KEYS,
@@ -32,8 +34,6 @@ from seqblocks.language.spec import (
 from seqblocks.language.spec_files import bundled
 from seqblocks.op import Op
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, words_of
-from seqblocks.report.reference import Argument as Declared
-from seqblocks.report.reference import Verb, about, arguments, is_required, ports, verbs
 
 Schema = dict[str, Any]
 RULES: Schema = {

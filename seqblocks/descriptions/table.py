@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqblocks import markup
+from seqblocks.descriptions.numbers import bytes_of, count, short
+from seqblocks.descriptions.summary import Row, Summary
 from seqblocks.errors import visible
-from seqblocks.report.numbers import bytes_of, count, short
-from seqblocks.report.summary import Row, Summary
 
 
 def text(found: Summary, width: int | None = None, batch: int = 1) -> str:
