@@ -138,7 +138,8 @@ def _outputs(y: Any) -> list[Tensor]:
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), foreach=False)
+        eps = max(1e-8, torch.finfo(dtype_of(model)).tiny)  # 1e-8 is 0 in float16, and weights would become NaN
+        return torch.optim.AdamW(model.parameters(), eps=eps, foreach=False)
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
 

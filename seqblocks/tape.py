@@ -148,6 +148,7 @@ class Tape:
         self.converts = converts  # whether products of 16 bits are computed in float32
         self.events: list[Event] = []
         self._nodes: list[weakref.ref[Node]] = []
+        self.merged = 1  # products of a loop's tokens that a recorded one stands for
         self._inside = 0  # of layers that are recomputed
         self._saves, self._last = 0, 0  # what the present layer has kept, and will before torch stops
         self.stopped = False  # so that nothing needs memory
@@ -479,11 +480,12 @@ class Tape:
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
-        width, out, tokens = x.features, weight.shape[0], x.numbers // x.features
+        width, out, merged = x.features, weight.shape[0], self.merged
+        tokens = x.numbers // (width * merged)
         made = self._convert(x.item, tokens, width, out)
         extra = missing(tokens) if x.item == 4 and tokens * out * width >= ONEDNN_MIN_MACS else 0
         padded = self.new((tokens + extra if extra else 0, width), x.item)
-        y = self._padded((*x.shape[:-1], out), x.item, extra)
+        y = self._padded((*x.shape[:-1], out), x.item, extra * merged)
         del padded
         is_half = x.item == 2 and not self.converts
         self.passing(max(made, _blocks_of_product(width, tokens, out, False) * is_half))
@@ -504,7 +506,7 @@ class Tape:
 
         def of_x(shape: Shape, item: int) -> Value:
             made = self._convert(item, tokens, out, width)
-            value = self._padded(shape, item, extra)
+            value = self._padded(shape, item, extra * merged)
             value.is_view = len(shape) > 2  # torch multiplies matrices
             self.passing(max(made, _blocks_of_product(out, tokens, width, False) * is_half))
             return value
@@ -512,8 +514,10 @@ class Tape:
         def of_weight(shape: Shape, item: int) -> Value:
             turned = 4 * out * (tokens + extra)  # the gradient, which oneDNN copies
             is_by_onednn = tokens * out * width >= ONEDNN_MIN_MACS
-            made = self._convert(item, out, tokens, width, turned * is_by_onednn)
+            is_by_torch = tokens < MIN_CONVERTED  # like y
+            made = 0 if is_by_torch else self._convert(item, out, tokens, width, turned * is_by_onednn)
             value = self.new(shape, item)
+            value.is_view = not (is_by_onednn if item == 4 else made)  # torch transposes its product
             if item == 4 and is_by_onednn:
                 self.passing(turned + 4 * (tokens + extra) * width * (extra > 0))
             self.passing(max(made, _blocks_of_product(tokens, out, width) * is_half))
@@ -578,7 +582,9 @@ class Tape:
     def _pass(self, node: Node | None, at: int, grad: Value) -> None:
         """Add a gradient to those that an operation, or a parameter, has received."""
         if node is None:
-            if at in self.gradients:  # it is added in place
+            if at in self.gradients:  # it is added in place, but to a view
+                if self.gradients[at].is_view:
+                    self.gradients[at] = self.new(grad.shape, grad.item, "gradients")
                 return
             grad.memory.kind = "gradients"
             if grad.memory.uses > 1:  # a parameter does not share the memory of its gradient
@@ -655,7 +661,7 @@ class Tape:
         """Record run(x, *others) as `numerics.in_float32` computes it: 16 bits are converted, and so again backward."""
         operands = (x, *others)
         is_tracked = any(value is not None and value.tracked for value in operands)
-        if not self.converts or x.item != 2 or (is_tracked and x.numbers < CONVERTED_MIN_ELEMENTS):
+        if not self.converts or x.item != 2 or (is_tracked and x.numbers < CONVERTED_MIN_ELEMENTS * self.merged):
             return run(*operands)
 
         def wide() -> Value:

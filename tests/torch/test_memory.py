@@ -266,6 +266,16 @@ def test_small_steps(steps: list[str], dtype: str, length: int) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_products_in_a_loop(dtype: str) -> None:
+    """Those of 4 tokens are not converted. The first two gradients of the weight are added up in new memory."""
+    steps = "linear: {from: [x, s], features: 192, as: [r, u]}}, {calc: {s: sigmoid(r) * s + tanh(u)}"
+    cell = f"{{identity: {{as: x}}}}, {{cell: {{state: {{s: 96}}, steps: [{{{steps}}}]}}}}"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 96}}, steps: [{cell}]}}"
+    found, real = both(seqblocks.load_text(text)[1], 4, 96, dtype=dtype)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.01)
+
+
 CHECKPOINTED = "repeat: {times: 3, steps: [{residual: [layer_norm, %s, silu]}]}"
 ATTENDED = "{linear: {features: 64, as: q}}, {attention: {q: q, k: q, v: q, heads: 4}}"
 
@@ -407,7 +417,7 @@ def test_random_image_models(seed: int, count: int) -> None:
     pytest.param("float32", range(3), id="float32", marks=pytest.mark.slow),
     pytest.param("bfloat16", range(3), id="bfloat16", marks=pytest.mark.long),
     *(pytest.param(dtype, range(100, 125), id=f"{dtype}-long", marks=pytest.mark.long)
-      for dtype in ("float32", "bfloat16")),
+      for dtype in ("float32", "bfloat16", "float16")),
 ])
 def test_random_cells_and_choices(dtype: str, seeds: range) -> None:
     """On a processor with AMX, oneDNN copies both operands of a product in bfloat16, which matters in tiny models."""

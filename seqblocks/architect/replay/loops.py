@@ -86,7 +86,7 @@ def _looped(
              for x in map(values.__getitem__, parts.into_loop)]
     kept: dict[int, list[Value]] = {value: [] for value in parts.out_of_loop}
     for at, count in enumerate(sizes):
-        replay.part = count
+        replay.part = tape.merged = count
         own = {value: divided[at] for value, divided in zip(parts.into_loop, given, strict=True)}
         for name, state in states.items():
             width = state.shape[-1]
@@ -99,7 +99,7 @@ def _looped(
         states = new
         for value, found in kept.items():
             found.append(own[value])
-    replay.part = tokens
+    replay.part, tape.merged = tokens, 1
     values |= {value: tape.cat(found, 1) for value, found in kept.items()}
     return states
 
