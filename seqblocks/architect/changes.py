@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -92,7 +93,7 @@ def _in_body(a: list[Step], b: list[Step], path: Path, wires: _Wires) -> Iterato
 
 
 def _in_step(a: Step, b: Step, path: Path, wires: _Wires) -> Iterator[_Found]:
-    if a.name != b.name and (a.named or b.named):
+    if a.name != b.name and (a.named or b.named or _without_number(a.name) != _without_number(b.name)):
         yield _Found("renamed", path, b.verb, (("name", a.name, b.name),))
     details = tuple(_details(a, b, wires))
     if any(what != "output" for what, _, _ in details):  # alone, it follows from another step's
@@ -107,6 +108,10 @@ def _in_step(a: Step, b: Step, path: Path, wires: _Wires) -> Iterator[_Found]:
         if label not in a.bodies:
             inner = (*path, label) if label else path
             yield _Found("added", inner, _only_verb(steps), (), sum(step.params for step in steps))
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
 
 
 def _only_verb(steps: list[Step]) -> str:

@@ -159,6 +159,13 @@ def test_a_renamed_step_takes_its_weights_under_another_name() -> None:
     assert found.checkpoint.unused == ["second.weight", "second.bias"]
 
 
+def test_a_renamed_step_without_weights_is_renamed() -> None:
+    """Its name is a part of paths, such as those of the state, but a number may have changed by itself."""
+    (change,) = difference(["silu"], [{"silu": {"name": "gate"}}]).structure
+    assert change == Change("renamed", "gate", "silu", (("name", "silu", "gate"),))
+    assert [each.kind for each in difference(["silu", "relu", "silu"], ["relu", "silu"]).structure] == ["removed"]
+
+
 def test_another_verb_under_the_same_name() -> None:
     (change,) = difference([{"layer_norm": {"name": "norm"}}], [{"rms_norm": {"name": "norm"}}]).structure
     assert change.kind == "changed"
