@@ -265,7 +265,7 @@ def _try(parser: Parser) -> None:
 
 def _report(parser: Parser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN", help="folder of a run of `seqblocks try`")
-    parser.add_argument("--html", metavar="FILE", help="the page (default: RUN/report.html); - prints it")
+    parser.add_argument("--html", metavar="FILE", help="the page (default of one run: RUN/report.html); - prints it")
     parser.epilog = "examples:\n  seqblocks report runs/first\n  seqblocks report runs/* --html runs.html"
 
 

@@ -19,11 +19,13 @@ DIFFERENT = 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the differences. Status 1 with --exit-code: there are some."""
+    """Print the differences. Status 1 with --exit-code: there are some. The status of a faulty spec is that of `check`.
+    """
     if options.html == "-" and options.format == "json":
         raise UsageError("only one of --html - and --format json can be written to standard output")
     pair = [find_design(each) for each in designs([options.first, options.second], options)]
     found = diff(*pair, set=overrides(options), dtype=options.dtype, allow_use=options.allow_use)
+    faulty = [each.status for each in found.analyses if not each.ok]
     if options.weights:
         found = found._replace(tensors=_tensors(pair))
     if options.html and options.html != "-":
@@ -33,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
         output.write(found.html().rstrip("\n"), raw=True)
     elif options.format == "json":
         output.dump({"version": __version__, "specs": [*found.labels]} | found.as_data())
-    elif (found or not options.quiet) and not options.html:
+    elif (found or faulty or not options.quiet) and not options.html:
         output.write(found.text())
-    return DIFFERENT if found and options.exit_code else 0
+    return min(faulty, default=DIFFERENT if found and options.exit_code else 0)
 
 
 def _tensors(pair: list[Design]) -> list[TensorChange]:

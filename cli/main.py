@@ -21,11 +21,11 @@ from typing import Any, NoReturn, cast
 
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, arguments, output
-from seqblocks.errors import SeqblocksError, SpecError, UnavailableError, UsageError, visible
+from seqblocks.errors import NO_ROOM, SeqblocksError, SpecError, UsageError, unwritable
 
 INTERNAL = 70
 BROKEN_PIPE = 141
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+DISK_ERRORS = (*NO_ROOM, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +104,8 @@ def _internal(error: BaseException, options: argparse.Namespace) -> int:
         output.problem(theirs, options)
         return UsageError.exit_status
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        file = "a file" if error.filename is None else visible(os.fsdecode(error.filename))
-        what = f"{file} cannot be written: {os.strerror(error.errno)}"
-        return _report(UnavailableError(f"{what}. Free some space there, or name another folder"), options)
+        file = "a file" if error.filename is None else os.fsdecode(error.filename)
+        return _report(unwritable(file, error), options)
     output.problem(
         f"internal error ({type(error).__name__}: {error}).\n"
         f"This is a fault of seqblocks {__version__}, not of yours. Please report it with the spec and the command;\n"

@@ -18,7 +18,7 @@ from seqblocks.cli.compare import model_of
 from seqblocks.cli.device import device_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
-from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.errors import UsageError, unwritable, visible
 from seqblocks.language.writing import write_text
 from seqblocks.suggestions import did_you_mean
 
@@ -68,13 +68,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_file(path: Path) -> None:
-    """Raise UsageError or UnavailableError if a file cannot be written, before hours of training."""
+    """Raise UsageError if a file cannot be written, before hours of training."""
     parent = path.parent
     if path.is_dir() or not parent.is_dir():
         why = "it is a folder" if path.is_dir() else f"there is no folder {visible(str(parent))}"
         raise UsageError(f"--plot {visible(str(path))}: {why}")
     if not os.access(parent, os.W_OK):
-        raise UnavailableError(f"--plot {visible(str(path))} cannot be written: {os.strerror(errno.EACCES)}")
+        raise unwritable(f"--plot {path}", PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     if path.suffix.lower() != ".svg":
         raise UsageError(f"--plot takes the name of a file that ends in .svg, not {visible(str(path))}")
 

@@ -13,9 +13,11 @@ from seqblocks.language.writing import write_picture
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page; `-` prints it. Raises UsageError for a folder that is no run."""
+    """Write the page; `-` prints it. Raises UsageError for a folder that is no run, and for several without --html."""
     if options.html == "-" and options.format == "json":
         raise UsageError("only one of --html - and --format json can be written to standard output")
+    if len(options.run) > 1 and not options.html:
+        raise UsageError("the page of several runs belongs into none of their folders: name it with --html FILE")
     runs = [read_run(Path(folder)) for folder in options.run]
     found = page(runs)
     if options.html == "-":

@@ -19,14 +19,14 @@ from seqblocks.cli.compare import designs
 from seqblocks.cli.fit import pairs
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
-from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
+from seqblocks.errors import SpecError, UnavailableError, UsageError, unwritable, visible
 from seqblocks.graph import ModelSpec
 
 START = '{"key": "'  # of a line of --out
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row for each point. Status 1: none is valid.
+    """Print a row for each point. Status 1: none is valid. Raises the fault of all points, if it is one and the same.
 
     What an interrupted sweep has found is printed, and continued with --out. So are the rows before one that cannot be
     kept.
@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     left_out = 0 if status or failure else found.points - len(rows)
     if not (status or left_out) and all(row.fault for row in rows):
         status = SpecError.exit_status
+        if not failure and len({row.fault for row in rows}) == 1:
+            raise found.error(rows[0])
     _print(found, rows, front, options, is_valid=status != SpecError.exit_status, left_out=left_out)
     if failure:
         raise failure
@@ -126,7 +128,7 @@ def _append(path: str) -> TextIO:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by the caller
         _drop_cut_line(file)
     except OSError as error:
-        raise UnavailableError(f"--out {visible(path)} cannot be written: {error.strerror}") from None
+        raise unwritable(f"--out {path}", error) from None
     return file
 
 
@@ -146,7 +148,7 @@ def _keep(file: TextIO, key: str, row: Row | None) -> None:
         file.write(json.dumps({"key": key, "row": data}) + "\n")
         file.flush()
     except OSError as error:
-        raise UnavailableError(f"--out {visible(file.name)} cannot be written: {error.strerror}") from None
+        raise unwritable(f"--out {file.name}", error) from None
 
 
 # --- what is measured with torch --------------------------------------------------------------------------------------
@@ -222,13 +224,20 @@ def _stream(found: Sweep, options: argparse.Namespace) -> int:
     columns = found.columns
     output.write(tables.csv(_head(found, columns), []))
     invalid = 0
+    faults: dict[str, Row] = {}  # the first two: enough to tell whether all are the same
     try:
         for row in _resumed(found, options):
             output.write(tables.csv(_cells(columns, row), []), flush=True)
             invalid += bool(row.fault)
+            if len(faults) < 2:
+                faults[row.fault] = row
     except KeyboardInterrupt:
         return INTERRUPTED
-    return SpecError.exit_status if invalid == found.points else 0
+    if invalid < found.points:
+        return 0
+    if len(faults) == 1:
+        raise found.error(*faults.values())
+    return SpecError.exit_status
 
 
 def _head(found: Sweep, columns: list[str]) -> list[str]:

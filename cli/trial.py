@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         about = {"spec": options.spec, "data": options.text or options.npz, "overrides": options.set}
         with progress(options, f"{visible(spec.name)} is built"):  # an interrupt leaves no folder
             trial = begin(_folder(options, spec), spec, data, settings, device_of(options, torch), about)
-    status = 0
+    status, ended = 0, {}
     rows: list[dict[str, Any]] = []
     seconds = math.inf if options.steps is not None else 60 * (options.minutes or MINUTES)
     try:
@@ -47,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
             for row in trial.run(options.steps, seconds, lambda part, row: advance(part, _now(row, trial.data.unit))):
                 rows = [row]  # the last
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status, ended = INTERRUPTED, {"ended": "interrupted"}
     held = trial.held_out()
-    trial.record.pop("ended", None)  # of an earlier attempt
-    trial.note(after=trial.sample(), held_out=held, steps=trial.done)
+    trial.record.pop("ended")
+    trial.note(after=trial.sample(), held_out=held, steps=trial.done, **ended)
     _print(trial, rows, held, options)
     return status
 

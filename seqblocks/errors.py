@@ -21,6 +21,7 @@ seqblocks/analysis or seqblocks/language that makes the check. docs/messages.md 
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -50,7 +51,7 @@ class UsageError(SeqblocksError):
 
 
 class UnavailableError(SeqblocksError):
-    """Something required is missing: torch, a device, an optional dependency, memory."""
+    """Something required is missing: torch, a device, an optional dependency, memory, room on a disk."""
 
     exit_status = 4
 
@@ -69,6 +70,17 @@ class RunError(SeqblocksError, ValueError):
     """A built model was called with invalid arguments."""
 
     exit_status = 2
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def unwritable(path: object, error: OSError) -> SeqblocksError:
+    """Return the error about a file that cannot be written: the path is wrong, unless the disk is full."""
+    what = f"{visible(str(path))} cannot be written: {error.strerror or error}"
+    if error.errno in NO_ROOM:
+        return UnavailableError(f"{what}. Free some space there, or name another folder")
+    return UsageError(what)
 
 
 class SpecWarning(UserWarning):

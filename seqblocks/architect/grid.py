@@ -100,11 +100,14 @@ def _plain(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def read_demand(text: str) -> Demand:
-    """Return a demand from `params=125M`, `state_bytes<=2MB`, `flops_per_token<1e9`. Raises UsageError."""
+def read_demand(text: str, what: str = "target") -> Demand:
+    """Return a demand from `params=125M`, `state_bytes<=2MB`, `flops_per_token<1e9`. Raises UsageError.
+
+    what: the word for it in messages.
+    """
     match = _TARGET.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"a target is written params=125M or state_bytes<=2MB, not {quote(str(text))}")
+        raise UsageError(f"a {what} is written params=125M or state_bytes<=2MB, not {quote(str(text))}")
     name, kind, number, unit = match.groups()
     numbers = [fact for fact in FACTS if fact not in _TEXTS]
     if name not in numbers:

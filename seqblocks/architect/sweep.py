@@ -18,7 +18,7 @@ from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure
 from seqblocks.architect.grid import Demand, Option, Value, assignment, read_demand, read_option
 from seqblocks.cost import dtype_named
-from seqblocks.errors import RunError, UsageError, quote
+from seqblocks.errors import RunError, SeqblocksError, UsageError, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
@@ -113,6 +113,11 @@ class Sweep(Record):
                 return Row(values, {}, str(error))
         return Row(values, figures)
 
+    def error(self, row: Row) -> SeqblocksError:
+        """Return the exception of an invalid point: that of its spec, or a UsageError for what cannot be measured."""
+        found = self.analyse(row.values)
+        return UsageError(row.fault) if found.ok else found.error()
+
     @property
     def _length(self) -> int | None:
         return self.lengths[0] if self.lengths else None
@@ -172,7 +177,7 @@ def sweep(
     if not 0 < tokens_per_parameter < math.inf:
         raise UsageError(f"tokens per parameter are a positive number, not {tokens_per_parameter!r}")
     sizes = checked_lengths(lengths)
-    demands = [read_demand(text) for text in ([where] if isinstance(where, str) else where)]
+    demands = [read_demand(text, "condition") for text in ([where] if isinstance(where, str) else where)]
     return Sweep(
         find_design(spec, set), options, demands, sizes, dtype_named(str(dtype), "dtype"), float(tokens_per_parameter),
         more or {}, measure_more, {"allow_use": allow_use, "strict": strict},

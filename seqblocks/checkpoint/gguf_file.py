@@ -27,7 +27,7 @@ from seqblocks.checkpoint.gguf_steps import Step, difference, steps_of
 from seqblocks.checkpoint.gguf_table import FAMILIES
 from seqblocks.checkpoint.gguf_tokenizer import add_vocabulary, read_vocabulary
 from seqblocks.checkpoint.weight_files import Weights
-from seqblocks.errors import RunError, UnavailableError, UsageError, listing
+from seqblocks.errors import RunError, UnavailableError, UsageError, listing, unwritable
 from seqblocks.graph import ModelSpec
 
 TYPES = ("f32", "f16", "q8_0")
@@ -89,7 +89,7 @@ def write_gguf(
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
     except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+        raise unwritable(target, error) from None
     try:
         writer = _begun(library, partial, architecture, metadata, kind)
         if vocabulary:

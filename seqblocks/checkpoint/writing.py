@@ -17,7 +17,7 @@ from typing import Any
 
 from seqblocks.checkpoint.record import EXTRA, RECORD
 from seqblocks.checkpoint.weight_files import ENDINGS
-from seqblocks.errors import UsageError
+from seqblocks.errors import UsageError, unwritable
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 STALE = 24 * 3600  # seconds without a change until an unfinished folder is removed, on systems without locks
@@ -77,7 +77,7 @@ def write(target: Path, work: Callable[[Path], None]) -> None:
         _remove_stale(target, prefix)
         folder, handle = _create(target.parent, prefix)
     except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+        raise unwritable(target, error) from None
     try:
         work(folder)
         _finish(folder, target)

@@ -25,7 +25,7 @@ from seqblocks.editor.edits import Edit
 from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
-from seqblocks.errors import Diagnostic, Span, UnavailableError
+from seqblocks.errors import Diagnostic, Span, unwritable
 from seqblocks.language.spec_files import bundled
 
 REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
@@ -277,12 +277,12 @@ def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
 
 
 def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Path | None = None) -> None:
-    """Serve an editor until it ends the connection. log: a file for what pygls reports. Raises UnavailableError."""
+    """Serve an editor until it ends the connection. log: a file for what pygls reports. Raises `unwritable`."""
     if log is not None:
         try:
             logging.basicConfig(filename=log, encoding="utf-8", level=logging.INFO, format=LOG_LINE)
         except OSError as error:
-            raise UnavailableError(f"{log} cannot be written: {error.strerror}") from None
+            raise unwritable(log, error) from None
         logging.raiseExceptions = False  # a full disk: Python would print a traceback for each line
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_refusals)

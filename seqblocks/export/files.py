@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from seqblocks.errors import RunError, UnavailableError, UsageError
+from seqblocks.errors import RunError, UnavailableError, UsageError, unwritable
 from seqblocks.export.compare import Run, agree
 from seqblocks.export.contract import KEY, Contract
 from seqblocks.export.loops import pass_sizes
@@ -309,7 +309,7 @@ def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> f
     except BaseException as error:
         data.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from error
+            raise unwritable(target, error) from error
         raise
     finally:
         file.unlink(missing_ok=True)

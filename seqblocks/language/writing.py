@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.errors import UsageError, unwritable, visible
 
 
 def write_picture(path: Path, text: str) -> None:
@@ -40,7 +40,7 @@ def _kind(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be.
+    """Write a file, replacing an earlier one only when it is complete. Raises `unwritable` if it cannot be.
 
     Anything but a regular file, such as /dev/null or a pipe, is written to directly.
     """
@@ -65,7 +65,7 @@ def write_text(path: Path, text: str) -> None:
         if name:
             with contextlib.suppress(OSError):
                 os.unlink(name)
-        raise UnavailableError(f"{path} cannot be written: {error.strerror}") from None
+        raise unwritable(path, error) from None
 
 
 def _umask() -> int:

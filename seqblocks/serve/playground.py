@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from seqblocks._version import __version__
-from seqblocks.errors import UnavailableError
+from seqblocks.errors import UnavailableError, unwritable
 
 # Pyodide of npm and the wheels that run in it. The ABI of both changes each year: change them together.
 PYODIDE = "314.0.7"  # CPython 3.14.2
@@ -60,7 +60,7 @@ def write(folder: Path, name: str, text: str, used: dict[str, str]) -> int:
     """Write the page into a folder, which starts with a spec; return the number of bytes.
 
     used: the files that the spec uses. Raises UnavailableError without npm or pip, if either cannot fetch what is
-    needed, if a file is not the one expected, or if the folder cannot be written.
+    needed, or if a file is not the one expected; `unwritable` if the folder cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -70,7 +70,7 @@ def write(folder: Path, name: str, text: str, used: dict[str, str]) -> int:
             for each, content in {**pyodide, **_page(name, text, used), "packages.zip": _packages(wheels)}.items():
                 (folder / each).write_bytes(content)
         except OSError as error:
-            raise UnavailableError(f"{folder} cannot be written: {error.strerror or error}") from None
+            raise unwritable(folder, error) from None
     return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
 
 

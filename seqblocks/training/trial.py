@@ -14,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,18 +28,20 @@ from seqblocks.architect.designs import CHECKPOINT
 from seqblocks.architect.run_page import LOG, SETTINGS
 from seqblocks.checkpoint import load, load_extra, save
 from seqblocks.cost import longest
-from seqblocks.errors import RunError, UnavailableError, UsageError, visible
+from seqblocks.errors import RunError, UsageError, unwritable, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.writing import write_text
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.streaming.generate import generate
+from seqblocks.training.clock import working_time
 from seqblocks.training.data import BYTES, HELD_OUT_SEED, READ, Data, Text
 from seqblocks.training.loop import adamw, step
 
 WARM_UP = 50  # steps
 EVERY = 50  # steps between two readings of held-out data
 KEPT = 30.0  # seconds between two checkpoints
+UNFINISHED = "not finished: it was killed, or is still learning"
 SAMPLE, PROMPT, WARMTH = 240, 24, 0.8  # bytes of a sample, of its prompt, and its temperature
 
 
@@ -78,26 +79,33 @@ class Trial:
 
         Checkpoints are written from time to time, and when the iteration ends, also by an interrupt.
         """
-        begin = saved = time.perf_counter()
-        before, tokens = self.seconds, self.tokens
+        self.note(ended=UNFINISHED)
+        with working_time() as clock:
+            yield from self._steps(steps, seconds, advance, clock)
+
+    def _steps(
+        self, steps: int | None, seconds: float, advance: Callable[[float, dict[str, Any]], object],
+        clock: Callable[[], float],
+    ) -> Iterator[dict[str, Any]]:
+        saved, before, tokens = 0.0, self.seconds, self.tokens
         try:
-            while (steps is None or self.done < steps) and time.perf_counter() - begin < seconds:
+            while (steps is None or self.done < steps) and clock() < seconds:
                 with _uninterrupted():  # a step is done with its line in the log, or not at all
-                    started = time.perf_counter()
+                    started = clock()
                     row = self._step()
-                    now = time.perf_counter()
-                    self.seconds = before + now - begin
+                    now = clock()
+                    self.seconds = before + now
                     row |= {"seconds": round(self.seconds, 3), "tokens": self.done * tokens}
-                    row["tokens_per_second"] = round(tokens / (now - started), 1)
+                    row["tokens_per_second"] = round(tokens / max(now - started, 1e-9), 1)
                     if self.done % EVERY == 0:
                         row["held_out"] = self.held_out()
                     self._log(row)
-                parts = [(time.perf_counter() - begin) / seconds, self.done / steps if steps else 0.0]
+                parts = [clock() / seconds, self.done / steps if steps else 0.0]
                 advance(min(1.0, max(parts)), row)
                 yield row
-                if time.perf_counter() - saved > KEPT:
+                if clock() - saved > KEPT:
                     self.save()
-                    saved = time.perf_counter()
+                    saved = clock()
         finally:
             if self.is_logged:  # else the run continues from an earlier checkpoint, so that each step has its line
                 self.save()
@@ -154,7 +162,7 @@ class Trial:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             self.is_logged = False
-            raise UnavailableError(f"{visible(str(path))} cannot be written: {error.strerror}") from None
+            raise unwritable(path, error) from None
 
     def save(self) -> None:
         """Write the checkpoint, completely or not at all."""
@@ -233,7 +241,7 @@ def _complete(folder: Path) -> Iterator[Path]:
         yield draft
         os.rename(draft, folder)
     except OSError as error:
-        raise UnavailableError(f"{visible(str(folder))} cannot be written: {error.strerror or error}") from None
+        raise unwritable(folder, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -300,9 +300,9 @@ def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
     failed = (*command, "dim=4..8", "--to", "params=36", "--write", "no/out.yaml")
     done = run_main(*failed, "--format", "json", cwd=folder)  # the result is printed, and the error beside it
     assert json.loads(done.stdout)["candidates"][0]["facts"]["params"] == 36
-    assert (done.returncode, done.stderr) == (4, "error: no/out.yaml cannot be written: No such file or directory\n")
+    assert (done.returncode, done.stderr) == (2, "error: no/out.yaml cannot be written: No such file or directory\n")
     done = run_main(*failed, cwd=folder)
-    assert done.returncode == 4
+    assert done.returncode == 2
     assert "no/out.yaml cannot be written" in done.stderr
     done = run_main(*command, "dim=4,8", "--to", "params=100", "--write", "out.yaml", cwd=folder)
     assert done.returncode == 1

@@ -336,7 +336,7 @@ def test_a_log(tmp_path: Path) -> None:
     assert "Traceback" not in text
     command = [*COMMAND, "--log", str(tmp_path / "none" / "lsp.log")]
     done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 4
+    assert done.returncode == 2
     assert "lsp.log cannot be written" in done.stderr
 
 

@@ -96,7 +96,7 @@ def test_a_plot_that_cannot_be_written_is_reported_before_training(
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any folder
     done = run_main("probe", "a.yaml", "parity", "--plot", "a.svg", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (4, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "--plot a.svg cannot be written: Permission denied" in done.stderr
 
 

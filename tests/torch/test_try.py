@@ -25,7 +25,7 @@ import seqblocks
 from seqblocks.architect.run_page import page, read_run, thinned
 from seqblocks.training.data import HELD, Text, arrays_of
 from seqblocks.training.loop import step
-from seqblocks.training.trial import Settings, Trial, begin
+from seqblocks.training.trial import UNFINISHED, Settings, Trial, begin
 from tests.processes import command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -149,10 +149,17 @@ def test_a_kill_leaves_a_run_that_continues(run_main: Run, folder: Path) -> None
         assert logged > before
         kept = (seqblocks.checkpoint.load_extra(run / "checkpoint") or {})["step"]
         assert kept == logged if kind == signal.SIGINT else kept <= logged
+        assert ended(run) == (UNFINISHED if kind == signal.SIGKILL else "interrupted")
         before = logged
     done = run_main("try", "--resume", str(run), "--steps", str(logged + 3), cwd=folder)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(run)] == [*range(1, logged + 4)]
+    assert ended(run) is None
+
+
+def ended(run: Path) -> str | None:
+    found: str | None = json.loads((run / "run.json").read_text()).get("ended")
+    return found
 
 
 def lines_of(path: Path) -> int:
@@ -335,7 +342,7 @@ def test_a_full_disk_leaves_no_gap_in_the_log(
         patch.setattr(Path, "open", limited)
         done = run_main("try", "--resume", "run", "--steps", "9", cwd=folder)
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "error: run/log.jsonl cannot be written: No space left on device\n"
+    assert done.stderr.startswith("error: run/log.jsonl cannot be written: No space left on device. Free some")
     assert run_main("try", "--resume", "run", "--steps", "5", cwd=folder).returncode == 0
     assert [row["step"] for row in rows(folder / "run")] == [1, 2, 3, 4, 5]
 
@@ -504,6 +511,9 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
     assert run_main("report", "second", "--html", "-", "--format", "json", cwd=folder).returncode == 2
     assert run_main("report", "absent", cwd=folder).returncode == 2
+    done = run_main("report", "second", "a<b", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "name it with --html FILE" in done.stderr
 
 
 def test_a_page_without_some_fields(folder: Path) -> None:
