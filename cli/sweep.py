@@ -26,7 +26,7 @@ START = '{"key": "'  # of a line of --out
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row for each point. Status 1: none is valid. Raises the fault of all points, if it is one and the same.
+    """Print a row for each point. Status 1: none is valid. If all have the same fault, raises it, but not for JSON.
 
     What an interrupted sweep has found is printed, and continued with --out. So are the rows before one that cannot be
     kept.
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     left_out = 0 if status or failure else found.points - len(rows)
     if not (status or left_out) and all(row.fault for row in rows):
         status = SpecError.exit_status
-        if not failure and len({row.fault for row in rows}) == 1:
+        if not failure and options.format != "json" and len({row.fault for row in rows}) == 1:
             raise found.error(rows[0])
     _print(found, rows, front, options, is_valid=status != SpecError.exit_status, left_out=left_out)
     if failure:

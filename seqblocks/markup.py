@@ -12,7 +12,7 @@ STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;"
     "padding:0 1em;color:light-dark(#1f2328,#d1d7e0);background:light-dark(#fff,#0d1117)}"
     "table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid light-dark(#d0d7de,#3d444d)}"
-    "figure{margin:1em 0;overflow-x:auto}"
+    "figure{margin:1em 0;overflow-x:auto}h1,h2,h3,p{overflow-wrap:anywhere}"
 )
 
 

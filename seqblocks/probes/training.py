@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.model.builder import build_model
 from seqblocks.probes.batches import NOTHING, Batch, Task
 from seqblocks.probes.model import Probed, fit_task
+from seqblocks.training.clock import working_time
 from seqblocks.training.loop import adamw, step
 
 GROWTH = 0.6  # of the steps
@@ -98,22 +98,23 @@ def _probe(
     advance: Callable[[float], object] | None,
 ) -> list[Result]:
     model = Probed(build_model(spec, seed=seed), task).to(device)
-    begin, done, place, interrupted = time.perf_counter(), 0, 0, False
+    done, place, interrupted = 0, 0, False
     recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps: the next takes as long as the slowest of them
-    try:
-        last = begin
-        for place in _training(model, task, seed, steps, rate):
-            done += 1
-            if advance:
-                advance(place / steps)
-            now = time.perf_counter()
-            recent.append(now - last)
-            last = now
-            if now + max(recent) > begin + seconds:
-                break
-    except KeyboardInterrupt:
-        interrupted = True
-    taken = time.perf_counter() - begin
+    with working_time() as clock:
+        try:
+            last = 0.0
+            for place in _training(model, task, seed, steps, rate):
+                done += 1
+                if advance:
+                    advance(place / steps)
+                now = clock()
+                recent.append(now - last)
+                last = now
+                if now + max(recent) > seconds:
+                    break
+        except KeyboardInterrupt:
+            interrupted = True
+        taken = clock()
     params = sum(p.numel() for p in model.parameters())
     found: list[Result] = []
     try:

@@ -56,6 +56,6 @@ def test_faults(run_main: Run, tmp_path: Path) -> None:
     assert "did you mean 'mamba_small'?" in done.stderr
     assert run_main("new", "other", "--like", "xlstm", cwd=tmp_path).returncode == 2  # blocks, no model
     assert not (tmp_path / "other.yaml").exists()
-    assert run_main("new", "no/such/folder", cwd=tmp_path).returncode == 4
+    assert run_main("new", "no/such/folder", cwd=tmp_path).returncode == 2
     data = json.loads(run_main("new", "third.yml", "--format", "json", cwd=tmp_path).stdout)
     assert data["file"] == "third.yml"
