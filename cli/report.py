@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html == "-" and options.format == "json":
         raise UsageError("only one of --html - and --format json can be written to standard output")
     if len(options.run) > 1 and not options.html:
-        raise UsageError("the page of several runs belongs into none of their folders: name it with --html FILE")
+        raise UsageError("several runs have no folder in common for their page: name it with --html FILE")
     runs = [read_run(Path(folder)) for folder in options.run]
     found = page(runs)
     if options.html == "-":

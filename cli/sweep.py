@@ -26,7 +26,7 @@ START = '{"key": "'  # of a line of --out
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row for each point. Status 1: none is valid. If all have the same fault, raises it, but not for JSON.
+    """Print a row for each point. Status 1: none is valid. A fault of all points is raised instead, but in JSON.
 
     What an interrupted sweep has found is printed, and continued with --out. So are the rows before one that cannot be
     kept.
@@ -49,16 +49,20 @@ def run(options: argparse.Namespace) -> int:
             rows.append(row)  # noqa: PERF402 - an interrupt keeps those that are done
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except UnavailableError as error:  # the disk of --out is full
+    except (UnavailableError, UsageError) as error:  # --out cannot be written any more
         if not rows:
             raise
         failure = error
     left_out = 0 if status or failure else found.points - len(rows)
-    if not (status or left_out) and all(row.fault for row in rows):
+    is_valid = bool(status or left_out) or not all(row.fault for row in rows)
+    if not (is_valid or failure):
         status = SpecError.exit_status
-        if not failure and options.format != "json" and len({row.fault for row in rows}) == 1:
-            raise found.error(rows[0])
-    _print(found, rows, front, options, is_valid=status != SpecError.exit_status, left_out=left_out)
+        if len({row.fault for row in rows}) == 1:
+            common = found.error(rows[0])
+            if options.format != "json":
+                raise common
+            status = common.exit_status
+    _print(found, rows, front, options, is_valid=is_valid, left_out=left_out)
     if failure:
         raise failure
     if status == INTERRUPTED and options.format == "text" and not options.quiet:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status, ended = INTERRUPTED, {"ended": "interrupted"}
     held = trial.held_out()
-    trial.record.pop("ended")
+    trial.record.pop("ended", None)  # absent if it was interrupted before it began
     trial.note(after=trial.sample(), held_out=held, steps=trial.done, **ended)
     _print(trial, rows, held, options)
     return status

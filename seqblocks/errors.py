@@ -51,7 +51,7 @@ class UsageError(SeqblocksError):
 
 
 class UnavailableError(SeqblocksError):
-    """Something required is missing: torch, a device, an optional dependency, memory, room on a disk."""
+    """Something required is missing: torch, a device, an optional dependency, memory, space on a disk."""
 
     exit_status = 4
 

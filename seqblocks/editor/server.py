@@ -277,7 +277,10 @@ def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
 
 
 def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Path | None = None) -> None:
-    """Serve an editor until it ends the connection. log: a file for what pygls reports. Raises `unwritable`."""
+    """Serve an editor until it ends the connection. log: a file for what pygls reports.
+
+    Raises UsageError if it cannot be written.
+    """
     if log is not None:
         try:
             logging.basicConfig(filename=log, encoding="utf-8", level=logging.INFO, format=LOG_LINE)

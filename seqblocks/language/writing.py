@@ -40,7 +40,7 @@ def _kind(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, replacing an earlier one only when it is complete. Raises `unwritable` if it cannot be.
+    """Write a file, replacing an earlier one only when it is complete. Raises UsageError if it cannot be.
 
     Anything but a regular file, such as /dev/null or a pipe, is written to directly.
     """

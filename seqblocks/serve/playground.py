@@ -60,7 +60,7 @@ def write(folder: Path, name: str, text: str, used: dict[str, str]) -> int:
     """Write the page into a folder, which starts with a spec; return the number of bytes.
 
     used: the files that the spec uses. Raises UnavailableError without npm or pip, if either cannot fetch what is
-    needed, or if a file is not the one expected; `unwritable` if the folder cannot be written.
+    needed, or if a file is not the one expected; UsageError if the folder cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         try:

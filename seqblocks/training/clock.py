@@ -31,9 +31,9 @@ def working_time() -> Iterator[Callable[[], float]]:
     try:
         before = signal.signal(signal.SIGCONT, leave_out)
     except (AttributeError, ValueError):  # Windows, another thread
-        yield read
-        return
+        before = None
     try:
         yield read
     finally:
-        signal.signal(signal.SIGCONT, before)
+        if before is not None:
+            signal.signal(signal.SIGCONT, before)

@@ -69,4 +69,4 @@ def test_a_design_that_cannot_be_measured_has_a_fault(
     assert fault in first["fault"]
     assert "accuracy of recall" not in first
     assert [row["fault"] for row in others] == [None] * len(others)
-    assert done.returncode == (0 if others else 1)
+    assert done.returncode == (0 if others else 2)  # another probe or spec is needed

@@ -347,6 +347,20 @@ def test_a_full_disk_leaves_no_gap_in_the_log(
     assert [row["step"] for row in rows(folder / "run")] == [1, 2, 3, 4, 5]
 
 
+def test_an_interrupt_before_the_first_step_of_a_run(
+    run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first checkpoint is there, so that it can be continued."""
+
+    def interrupted(self: Trial, *arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trial, "run", interrupted)
+    done = run_main("try", "spec.yaml", "--text", "text.txt", *SMALL, "--out", "run", cwd=folder)
+    assert done.returncode == 130, done.stderr
+    assert ended(folder / "run") == "interrupted"
+
+
 def test_an_interrupt_before_the_first_step_leaves_nothing(
     run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
